@@ -1,0 +1,82 @@
+"""What a pass is: a frozen dataclass whose fields are its options.
+
+The contract: **the graph verifies before and after, and every site it looked at has a step.**
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import onnx_ir as ir
+
+from qgraph.capabilities import Capabilities, Query
+from qgraph.formats.base import PARTS, Layout, Part
+from qgraph.graph import Graph
+from qgraph.plan import QuantPlan
+from qgraph.quant_tensor import QuantSource, QuantTensor
+from qgraph.report import Step
+from qgraph.rewrite import Rewriter
+
+
+@dataclasses.dataclass
+class Context:
+    """What a pass may know besides the graph.
+
+    banned: kernels that a numeric check has found wrong on this machine.
+    floats: sites that must stay in float after a check, with the reason code.
+    """
+
+    plan: QuantPlan
+    capabilities: Capabilities
+    banned: frozenset[Query] = frozenset()
+    progress: Callable[[int], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass(ABC):
+    """One rewrite of the graph."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def run(self, graph: Graph, context: Context) -> list[Step]:
+        """Rewrite `graph` in place and say of each site what was done."""
+
+
+class PackedParts:
+    """The initializers that hold packed weights: one per source, part and layout."""
+
+    def __init__(self, rewriter: Rewriter) -> None:
+        self.rewriter = rewriter
+        self._values: dict[tuple[int, Part, Layout], ir.Value] = {}
+        for value in rewriter.model.graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, QuantTensor):
+                self._values[(id(tensor.source), tensor.part, tensor.layout)] = value
+
+    def get(self, source: QuantSource, layout: Layout) -> dict[Part, ir.Value]:
+        """The parts of `source` in `layout`, declared next to each other."""
+        found: dict[Part, ir.Value] = {}
+        specs = source.parts(layout)
+        for part in PARTS:
+            if part not in specs:
+                continue
+            key = (id(source), part, layout)
+            value = self._values.get(key)
+            if value is None or not value.is_initializer():
+                tensor = QuantTensor(source, part, layout, "")
+                value = self.rewriter.initializer(f"{source.name}.{part}", tensor)
+                self._values[key] = value
+            found[part] = value
+        return found
+
+
+def source_of(dequantizer: ir.Node) -> QuantSource:
+    """The source behind a `qgraph::Dequantize…` node that a pass of this run wrote."""
+    codes = dequantizer.inputs[0]
+    tensor = codes.const_value if codes is not None else None
+    assert isinstance(tensor, QuantTensor)
+    return tensor.source

@@ -1,0 +1,55 @@
+"""Remove what nobody reads: nodes, constants, functions, opset imports."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import onnx_ir as ir
+
+from qgraph.graph import Graph
+from qgraph.passes.base import Context, Pass
+from qgraph.report import Step
+from qgraph.rewrite import drop_constant, graphs
+
+
+@dataclasses.dataclass(frozen=True)
+class Cleanup(Pass):
+    """Dead float weights stay in a file until their initializers are removed.
+
+    before:  w = Transpose(W); y = MatMulNBits(x, codes, …)
+    after:   y = MatMulNBits(x, codes, …)
+    """
+
+    name: ClassVar[str] = "cleanup"
+
+    def run(self, graph: Graph, context: Context) -> list[Step]:
+        """Remove dead nodes (last reader first), then constants, functions and imports."""
+        model = graph.model
+        for scope in [*model.graph.subgraphs(), model.graph]:
+            for node in reversed(list(scope)):
+                if not any(output.uses() or output.is_graph_output() for output in node.outputs):
+                    inputs = [value for value in node.inputs if value is not None]
+                    scope.remove(node, safe=True)
+                    for value in inputs:
+                        drop_constant(value)
+        for scope in graphs(model):
+            for value in list(scope.initializers.values()):
+                drop_constant(value)
+        _drop_functions(model)
+        return []
+
+
+def _drop_functions(model: ir.Model) -> None:
+    called = {(node.domain, node.op_type, node.overload) for node in _nodes(model)}
+    for identifier in list(model.functions):
+        if identifier not in called:
+            del model.functions[identifier]
+    used = {node.domain for node in _nodes(model)} | {""}
+    for domain in list(model.opset_imports):
+        if domain not in used:
+            del model.opset_imports[domain]
+
+
+def _nodes(model: ir.Model) -> list[ir.Node]:
+    return list(ir.traversal.RecursiveGraphIterator(model.graph))

@@ -1,0 +1,92 @@
+"""Fuse the embedding's dequantize-then-gather into ONNX Runtime's GatherBlockQuantized."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+import onnx_ir as ir
+
+from qgraph.capabilities import Query
+from qgraph.formats.base import Layout
+from qgraph.graph import Graph
+from qgraph.passes.base import Context, PackedParts, Pass, source_of
+from qgraph.passes.lower_matmul_nbits import CannotFuse, check_view, place
+from qgraph.plan import best_kernel, spell_kernel
+from qgraph.report import Step
+from qgraph.rewrite import Rewriter
+from qgraph.sites import CONTRIB, Site
+
+
+@dataclasses.dataclass(frozen=True)
+class LowerGatherBlockQuantized(Pass):
+    """Gather rows of the packed table; a tied head reads the same blob.
+
+    before:  w = qgraph::DequantizeUint8V1 (codes, scales, zeros)
+             y = Gather(w, ids)
+    after:   table = Reshape(codes, [N, -1])
+             y = com.microsoft::GatherBlockQuantized <bits, block_size> (table, ids, scales, zeros)
+             (and a Slice to K where the last block is partial)
+    """
+
+    name: ClassVar[str] = "lower_gather_block_quantized"
+
+    def run(self, graph: Graph, context: Context) -> list[Step]:
+        """Fuse every embedding that reads a dequantized table."""
+        rewriter = Rewriter(graph.model)
+        parts = PackedParts(rewriter)
+        steps = []
+        for site in graph.sites():
+            if site.state != "dequantize" or site.role != "embedding":
+                continue
+            try:
+                query = _choose(site, context)
+                check_view(site)
+            except CannotFuse as refused:
+                code, detail = refused.args
+                rule = "GatherBlockQuantized"
+                steps.append(Step(self.name, rule, site.name, "refused", code, detail))
+                continue
+            place(site, _fused(site, query, parts, rewriter), "GatherBlockQuantized", rewriter)
+            rule = f"{site.op} → GatherBlockQuantized"
+            steps.append(Step(self.name, rule, site.name, "done", None, spell_kernel(query)))
+        return steps
+
+
+def _choose(site: Site, context: Context) -> Query:
+    assert site.dequantizer is not None
+    fmt = source_of(site.dequantizer).format
+    answer, query = best_kernel(context.capabilities, site, fmt, "auto", context.banned)
+    if not answer:
+        raise CannotFuse(answer.reason, answer.detail)
+    return query
+
+
+def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> list[ir.Node]:
+    assert site.dequantizer is not None
+    packed = parts.get(source_of(site.dequantizer), Layout("blocks", query.block))
+    rows = rewriter.constant(f"{site.name}/rows", np.array([site.n, -1], np.int64))
+    table = rewriter.node("Reshape", [packed["codes"], rows], name=f"{site.name}/table")
+    gather = rewriter.node(
+        "GatherBlockQuantized",
+        [table.outputs[0], site.activation, packed["scales"], packed.get("zeros")],
+        name=f"{site.name}/fused",
+        domain=CONTRIB,
+        attributes={
+            "bits": query.bits,
+            "block_size": query.block,
+            "gather_axis": 0,
+            "quantize_axis": 1,
+        },
+        dtype=site.dtype,
+    )
+    nodes = [table, gather]
+    if site.k % query.block:
+        bounds = [
+            rewriter.constant(f"{site.name}/{what}", np.array([value], np.int64))
+            for what, value in (("start", 0), ("stop", site.k), ("axis", -1))
+        ]
+        last: list[ir.Value | None] = [gather.outputs[0], *bounds]
+        nodes.append(rewriter.node("Slice", last, name=f"{site.name}/slice", dtype=site.dtype))
+    return nodes

@@ -1,0 +1,86 @@
+"""A compiler for quantized models: ONNX in, fused low-bit kernels out, every node explained.
+
+The names below are the public ones; each is imported at its first use, so that `import qgraph`
+loads neither a runtime nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from qgraph._version import __version__
+
+if TYPE_CHECKING:
+    from qgraph.errors import (
+        CoverageError,
+        GraphError,
+        InputError,
+        MissingExtra,
+        NumericError,
+        QGraphError,
+    )
+    from qgraph.explanation import Explanation
+    from qgraph.graph import Graph
+    from qgraph.pipeline import Result, capture, explain, open, optimize
+    from qgraph.plan import Decision, QuantPlan
+    from qgraph.recipe import Override, Recipe
+    from qgraph.report import Report, Step
+
+_HOME = {
+    "CoverageError": "errors",
+    "Decision": "plan",
+    "Explanation": "explanation",
+    "Graph": "graph",
+    "GraphError": "errors",
+    "InputError": "errors",
+    "MissingExtra": "errors",
+    "NumericError": "errors",
+    "Override": "recipe",
+    "QGraphError": "errors",
+    "QuantPlan": "plan",
+    "Recipe": "recipe",
+    "Report": "report",
+    "Result": "pipeline",
+    "Step": "report",
+    "capture": "pipeline",
+    "explain": "pipeline",
+    "open": "pipeline",
+    "optimize": "pipeline",
+}
+
+__all__ = [
+    "CoverageError",
+    "Decision",
+    "Explanation",
+    "Graph",
+    "GraphError",
+    "InputError",
+    "MissingExtra",
+    "NumericError",
+    "Override",
+    "QGraphError",
+    "QuantPlan",
+    "Recipe",
+    "Report",
+    "Result",
+    "Step",
+    "__version__",
+    "capture",
+    "explain",
+    "open",
+    "optimize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from where it lives (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,145 @@
+"""What a target's kernels take, as rules that a runtime fills in and plan and passes ask."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeAlias
+
+Origin = Literal["installed", "predicted"]
+
+MATMUL_NBITS = "com.microsoft::MatMulNBits"
+GATHER_BLOCK_QUANTIZED = "com.microsoft::GatherBlockQuantized"
+DEQUANTIZE_LINEAR = "ai.onnx::DequantizeLinear"
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelRule:
+    """One kernel of one execution provider, and the sites it takes.
+
+    dtypes: activation types ("float32", "float16", "bfloat16").
+    levels: accuracy levels that the kernel honours; 4 computes in int8.
+    blocks: block sizes along K; empty means any.
+    slow: an order of magnitude slower than float; taken only by a query that allows it.
+    """
+
+    op: str
+    provider: str
+    dtypes: tuple[str, ...]
+    bits: tuple[int, ...]
+    blocks: tuple[int, ...] = ()
+    levels: tuple[int, ...] = (0,)
+    symmetric_only: bool = False
+    n_multiple: int = 1
+    k_whole_blocks: bool = False
+    min_opset: int = 1
+    slow: bool = False
+    origin: Origin = "installed"
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Query:
+    """A site's question: may this op run with these parameters?"""
+
+    op: str
+    dtype: str
+    bits: int
+    block: int
+    level: int = 0
+    symmetric: bool = True
+    n: int = 0
+    k: int = 0
+    allow_slow: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The kernel that takes the site, or the reason code and detail of the nearest refusal."""
+
+    rule: KernelRule | None
+    reason: str | None = None
+    detail: str = ""
+
+    def __bool__(self) -> bool:
+        return self.rule is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """The kernels of one target, in the order of preference."""
+
+    target: str
+    provider: str
+    runtime: str
+    rules: tuple[KernelRule, ...]
+
+    def ask(self, query: Query) -> Answer:
+        """The first rule that takes `query`, else what all of the nearest ones refuse."""
+        rules = [rule for rule in self.rules if rule.op == query.op]
+        if not rules:
+            return Answer(None, "NO_FUSED_KERNEL", f"{self.runtime} has no kernel for {query.op}")
+        for code, takes, refusal in _CRITERIA:
+            left = [rule for rule in rules if takes(rule, query)]
+            if not left:
+                where = f"{query.op.partition('::')[2]} on {rules[0].provider}"
+                return Answer(None, code, f"{where} {refusal(rules, query)}")
+            rules = left
+        return Answer(rules[0])
+
+
+_Takes: TypeAlias = Callable[[KernelRule, Query], bool]
+_Refusal: TypeAlias = Callable[[list[KernelRule], Query], str]
+
+_CRITERIA: tuple[tuple[str, _Takes, _Refusal], ...] = (
+    (
+        "DTYPE_HAS_NO_KERNEL",
+        lambda rule, query: query.dtype in rule.dtypes,
+        lambda rules, query: f"takes {_union(r.dtypes for r in rules)}, not {query.dtype}",
+    ),
+    (
+        "BITS_UNSUPPORTED",
+        lambda rule, query: query.bits in rule.bits,
+        lambda rules, query: f"takes {_union(r.bits for r in rules)} bits, not {query.bits}",
+    ),
+    (
+        "BLOCK_UNSUPPORTED",
+        lambda rule, query: not rule.blocks or query.block in rule.blocks,
+        lambda rules, query: (
+            f"takes blocks of {_union(r.blocks for r in rules)}, not {query.block}"
+        ),
+    ),
+    (
+        "LEVEL_UNSUPPORTED",
+        lambda rule, query: query.level in rule.levels,
+        lambda rules, query: (
+            f"has no accuracy level {query.level} at {query.bits} bits, block {query.block}"
+        ),
+    ),
+    (
+        "SLOWER_THAN_FLOAT_AT_M",
+        lambda rule, query: query.allow_slow or not rule.slow,
+        lambda rules, query: f"at {query.bits} bits, level {query.level}: {rules[0].note}",
+    ),
+    (
+        "CUDA_ASYMMETRIC",
+        lambda rule, query: query.symmetric or not rule.symmetric_only,
+        lambda rules, query: "takes symmetric weights only",
+    ),
+    (
+        "CUDA_N_NOT_MULTIPLE",
+        lambda rule, query: query.n % rule.n_multiple == 0,
+        lambda rules, query: f"wants N a multiple of {rules[0].n_multiple}, not {query.n}",
+    ),
+    (
+        "GROUP_DOES_NOT_DIVIDE",
+        lambda rule, query: not (rule.k_whole_blocks and query.block and query.k % query.block),
+        lambda rules, query: f"cannot pad K = {query.k} to blocks of {query.block}",
+    ),
+)
+
+
+def _union(values: Iterable[tuple[object, ...]]) -> str:
+    """Every value once: `2, 4, 8`."""
+    distinct = {value for each in values for value in each}
+    return ", ".join(str(value) for value in sorted(distinct, key=lambda v: (len(str(v)), str(v))))

@@ -1,0 +1,1 @@
+"""Checkpoint layouts: one file per layout, to read and to write."""

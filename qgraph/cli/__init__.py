@@ -1,0 +1,111 @@
+"""The command line: `qgraph optimize`, `explain`, `demo`, and what every command has in common.
+
+Exit statuses: 0 done; 1 unexpected; 2 wrong usage or input; 3 coverage too low; 4 a numeric
+check failed; 130 interrupted. Errors are plain text on stderr. Nothing heavy is imported before
+a command runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from qgraph._version import __version__
+from qgraph.cli.demo import demo
+from qgraph.cli.explain import explain
+from qgraph.cli.optimize import optimize
+from qgraph.errors import QGraphError
+
+INTERRUPTED = 130
+# What a shell shows for a program that SIGPIPE ended.
+BROKEN_PIPE = 141
+USAGE = 2
+# typer carries its own copy of click, so the class is reached through what typer exports.
+_UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
+
+app = typer.Typer(
+    name="qgraph",
+    help="A compiler for quantized models: ONNX in, fused low-bit kernels out, "
+    "every node explained.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(optimize)
+app.command()(explain)
+app.command()(demo)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"qgraph {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _common(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(2)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line `qgraph ARGUMENTS`; the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        command = typer.main.get_command(app)
+        with command.make_context("qgraph", list(arguments)) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+    except typer.Exit as stop:
+        return stop.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return _say("interrupted; no file was changed", INTERRUPTED)
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        return _failed(error)
+    return 0
+
+
+def _failed(error: Exception) -> int:
+    if os.environ.get("QGRAPH_DEBUG"):
+        traceback.print_exception(error)
+    if isinstance(error, QGraphError):
+        return _say(str(error), error.exit_status)
+    if isinstance(error, _UsageError):
+        return _say(_usage(error), USAGE)
+    if isinstance(error, MemoryError):
+        return _say("out of memory", 1)
+    hint = "this is a fault in qgraph: QGRAPH_DEBUG=1 shows where"
+    return _say(f"{type(error).__name__}: {error}\n{hint}", 1)
+
+
+def _usage(error: Exception) -> str:
+    message = getattr(error, "format_message", error.__str__)()
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "qgraph"
+    return f"{message}\ntry: {path} --help"
+
+
+def _say(message: str, status: int) -> int:
+    from qgraph.console import escape
+
+    first, *rest = message.split("\n")
+    lines = [f"error: {escape(first)}", *(f"  {escape(line)}" for line in rest)]
+    sys.stderr.write("\n".join(lines) + "\n")
+    return status

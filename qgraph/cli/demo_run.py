@@ -1,0 +1,80 @@
+"""The work of `qgraph demo`: optimize the tiny model, then run both on text it never saw."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from qgraph import console, pipeline
+from qgraph.cli.options import group_size
+from qgraph.console import megabytes, print_line, print_table
+from qgraph.explanation_view import render
+from qgraph.formats.base import Array
+from qgraph.models import tiny
+
+_SEQUENCES, _LENGTH = 32, 256
+
+
+class _Score(NamedTuple):
+    """How well a model predicts held-out text: bits per byte, its guesses, seconds."""
+
+    bits: float
+    guesses: Array
+    seconds: float
+
+
+def run(folder: Path, groups: str) -> None:
+    """Build, quantize, compare, explain; everything lands in `folder`."""
+    out = console.output()
+    with console.Stages(console.messages()) as stages:
+        stages.stage("building the float model")
+        source = tiny.build(folder)
+        target = source.with_name(f"{source.stem}.int4.onnx")
+        result = pipeline.optimize(
+            source, target, group=group_size(groups), force=True, progress=stages
+        )
+        stages.stage("running both on held-out text")
+        text = np.asarray(tiny.batches("eval", _LENGTH + 1, _SEQUENCES))
+        scores = [_score(path, text) for path in (source, target)]
+        stages.stage("profiling")
+        explanation = pipeline.explain(target, profile=True)
+    print_line(out, result.summary, style="bold")
+    totals = result.report.totals
+    _compare(out, scores, (totals["bytes_before"], totals["bytes_after"]))
+    print_line(out, "")
+    render(explanation, out, sites=False)
+    print_line(out, "")
+    for path in (source, *result.files):
+        print_line(out, f"wrote {path} ({megabytes(path.stat().st_size)})")
+    print_line(out, f"next: qgraph explain {target} --profile")
+
+
+def _score(path: Path, text: Array) -> _Score:
+    """Bits per byte of a causal model on `text`, int64 `[sequences, length + 1]`."""
+    session = pipeline.open(path)
+    start = time.perf_counter()
+    logits = session.run({"input_ids": text[:, :-1]})["logits"].astype(np.float32)
+    seconds = time.perf_counter() - start
+    logits -= logits.max(axis=-1, keepdims=True)
+    nats = np.log(np.exp(logits).sum(axis=-1))
+    nats -= np.take_along_axis(logits, text[:, 1:, None], axis=-1)[..., 0]
+    return _Score(float(nats.mean() / np.log(2)), logits.argmax(axis=-1), seconds)
+
+
+def _compare(out: console.Console, scores: list[_Score], sizes: tuple[int, int]) -> None:
+    reference = scores[0]
+    rows = [
+        [
+            name,
+            megabytes(size),
+            f"{score.bits:.3f}",
+            f"{100 * np.mean(score.guesses == reference.guesses):.1f} %",
+            f"{score.seconds:.2f}",
+        ]
+        for name, score, size in zip(("float", "int4"), scores, sizes, strict=True)
+    ]
+    header = ["model", "weights", "bits per byte", "same next byte", "seconds"]
+    print_table(out, header, rows, "lrrrr")

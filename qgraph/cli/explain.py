@@ -1,0 +1,87 @@
+"""`qgraph explain`: what became of every node, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qgraph.cli.options import one_of
+from qgraph.errors import InputError
+from qgraph.registry import names
+
+if TYPE_CHECKING:
+    from qgraph.explanation import Explanation
+
+Model = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL", help="An ONNX file, or a plan that `optimize --dry-run --report` wrote."
+    ),
+]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(names("target")),
+        callback=one_of(names("target")),
+        help="What runs the model. Default: what it was made for, else ort-cpu.",
+    ),
+]
+Profile = Annotated[
+    bool, typer.Option("--profile", help="Run the model and show which kernels ran, and how long.")
+]
+Node = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GLOB", help="Everything known of the sites whose node or weight name matches."
+    ),
+]
+Shape = Annotated[
+    str, typer.Option("--format", metavar="table|json", callback=one_of(("table", "json")))
+]
+
+
+def explain(
+    model: Model,
+    target: Target = None,
+    profile: Profile = False,
+    node: Node = None,
+    format: Shape = "table",
+) -> None:
+    """Show of every linear and embedding its format, kernel, time, and the reason if not fused."""
+    from qgraph import console
+
+    explanation = _plan(model, target, profile) if _is_json(model) else None
+    if explanation is None:
+        from qgraph import pipeline
+
+        with console.Stages(console.messages()) as stages:
+            wanted = {} if target is None else {"target": target}
+            explanation = pipeline.explain(model, profile=profile, progress=stages, **wanted)
+    if format == "table":
+        explanation.render(console.output(), node)
+        return
+    if node is not None:
+        explanation = dataclasses.replace(explanation, sites=explanation.select(node))
+    typer.echo(json.dumps(explanation.to_json(), indent=2))
+
+
+def _is_json(path: Path) -> bool:
+    return path.suffix.lower() == ".json"
+
+
+def _plan(path: Path, target: str | None, profile: bool) -> Explanation:
+    from qgraph.explanation_plan import read_plan
+
+    explanation = read_plan(path)
+    if profile:
+        raise InputError(f"{path} is a plan: --profile needs the model that was written")
+    if target not in (None, explanation.target):
+        raise InputError(
+            f"{path} is a plan for {explanation.target}, not for {target}: "
+            f"plan again with --target {target}"
+        )
+    return explanation

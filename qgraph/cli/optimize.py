@@ -1,0 +1,288 @@
+"""`qgraph optimize`: quantize a model and fuse its linears."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qgraph.cli.options import assignments, group, group_size, one_of
+from qgraph.errors import InputError
+from qgraph.registry import names
+
+if TYPE_CHECKING:
+    from qgraph.recipe import Recipe
+
+_WHAT, _WHICH, _RUNS, _FILES = "What to make", "Which weights", "Target and checks", "Files"
+
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX file.")]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="OUT",
+        rich_help_panel=_FILES,
+        help="The .onnx to write. Default: MODEL with .int4 before its suffix.",
+    ),
+]
+Int4Groups = Annotated[
+    str | None,
+    typer.Option(
+        "--int4-groups",
+        metavar="N|row",
+        callback=group,
+        rich_help_panel=_WHAT,
+        help="The best 4-bit format with one scale for N weights.",
+    ),
+]
+FormatName = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="NAME[:option=value,…]",
+        rich_help_panel=_WHAT,
+        help=f"Weight format: {', '.join(names('format'))}, or auto. Default: auto.",
+    ),
+]
+Group = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|row",
+        callback=group,
+        rich_help_panel=_WHAT,
+        help="Weights that share one scale: 16 to 256, or a whole row.",
+    ),
+]
+Solver = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(names("solver")),
+        callback=one_of(names("solver")),
+        rich_help_panel=_WHAT,
+        help="How weights are rounded. Default: rtn, to nearest.",
+    ),
+]
+Embedding = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|float|FORMAT",
+        rich_help_panel=_WHAT,
+        help="Format of embedding tables and of heads tied to them. Default: auto.",
+    ),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="PASS.FIELD=VALUE",
+        rich_help_panel=_WHAT,
+        help="Set a field of a pass; may be repeated.",
+    ),
+]
+RecipeFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.toml",
+        rich_help_panel=_WHAT,
+        help="Read these options from a file; options given here win.",
+    ),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="'SELECTOR=FORMAT'",
+        rich_help_panel=_WHICH,
+        help="Another format for some sites, or float; the last one that matches wins; repeatable.",
+    ),
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SELECTOR",
+        rich_help_panel=_WHICH,
+        help="Only these: a glob on node or weight names, role:head, first:2, last:2; repeatable.",
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SELECTOR", rich_help_panel=_WHICH, help="Not these: they stay as they are."
+    ),
+]
+MinElements = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=0, rich_help_panel=_WHICH, help="Leave weights below N elements as is."
+    ),
+]
+Target = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(names("target")),
+        callback=one_of(names("target")),
+        rich_help_panel=_RUNS,
+        help="What will run the model; qdq stays portable.",
+    ),
+]
+AccuracyLevel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|0|4",
+        callback=one_of(("auto", "0", "4")),
+        rich_help_panel=_RUNS,
+        help="4 computes on int8 activations, 0 on floats. Default: auto.",
+    ),
+]
+Check = Annotated[
+    bool,
+    typer.Option(
+        "--check/--no-check",
+        rich_help_panel=_RUNS,
+        help="Run every kernel on the bytes written before the files get their names.",
+    ),
+]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        rich_help_panel=_RUNS,
+        help="Exit 4 and write nothing where a check fails; without it the next kernel is taken.",
+    ),
+]
+MinCoverage = Annotated[
+    float,
+    typer.Option(
+        metavar="SHARE",
+        min=0.0,
+        max=1.0,
+        rich_help_panel=_RUNS,
+        help="Exit 3 if less of the linear weight bytes can be quantized.",
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        rich_help_panel=_FILES,
+        help="Plan only; with --report FILE the plan is written, and `qgraph explain` reads it.",
+    ),
+]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.json", rich_help_panel=_FILES, help="Write every step as JSON."),
+]
+SingleFile = Annotated[
+    bool,
+    typer.Option("--single-file", rich_help_panel=_FILES, help="No data file (up to 2 GB)."),
+]
+Force = Annotated[
+    bool, typer.Option("--force", rich_help_panel=_FILES, help="Replace an existing output.")
+]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", rich_help_panel=_FILES, help="Print the coverage line only."),
+]
+
+
+def optimize(
+    model: Model,
+    int4_groups: Int4Groups = None,
+    format: FormatName = None,
+    group: Group = None,
+    solver: Solver = None,
+    embedding: Embedding = None,
+    option: Options = None,
+    recipe: RecipeFile = None,
+    set_: Set = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    min_elements: MinElements = None,
+    target: Target = "ort-cpu",
+    accuracy_level: AccuracyLevel = None,
+    check: Check = True,
+    strict: Strict = False,
+    min_coverage: MinCoverage = 0.0,
+    output: Output = None,
+    dry_run: DryRun = False,
+    report: ReportFile = None,
+    single_file: SingleFile = False,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Quantize MODEL's linears and embeddings and put the target's fused kernels in their place.
+
+    Example: qgraph optimize model.onnx --int4-groups 128
+    """
+    from qgraph import console, pipeline
+    from qgraph.cli import outcome
+
+    if int4_groups is not None and (format is not None or group is not None):
+        raise InputError(
+            "--int4-groups is short for --format auto --group N: give one or the other"
+        )
+    if strict and not check:
+        raise InputError("--strict has nothing to judge with --no-check: give one or the other")
+    wanted = {
+        "format": "auto" if int4_groups is not None else format,
+        "group": group_size(int4_groups or group),
+        "solver": solver,
+        "embedding": embedding,
+        "accuracy_level": accuracy_level,
+        "min_elements": min_elements,
+    }
+    asked = _recipe(recipe, wanted, include or [], exclude or [], set_ or [], option or [])
+    written = None if dry_run else output or default_output(model, asked)
+    out = console.output()
+    if not quiet:
+        outcome.print_configuration(out, model, written, asked, target, check)
+    with console.Stages(console.messages(), quiet=quiet) as stages:
+        result = pipeline.optimize(
+            model,
+            written,
+            recipe=asked,
+            target=target,
+            check=check,
+            strict=strict,
+            dry_run=dry_run,
+            min_coverage=min_coverage,
+            single_file=single_file,
+            force=force,
+            report=None if dry_run else report,
+            progress=stages,
+        )
+    if dry_run:
+        outcome.print_plan(out, result, report, quiet)
+    else:
+        outcome.print_result(out, result, quiet)
+
+
+def default_output(model: Path, recipe: Recipe) -> Path:
+    """`model.onnx` → `model.int4.onnx`, after the format that was asked for."""
+    name = recipe.format.partition(":")[0]
+    return model.with_name(f"{model.stem}.{'int4' if name == 'auto' else name}.onnx")
+
+
+def _recipe(
+    path: Path | None,
+    wanted: dict[str, Any],
+    include: list[str],
+    exclude: list[str],
+    overrides: list[str],
+    options: list[str],
+) -> Recipe:
+    """The recipe file with the command line's options on top; lists are joined."""
+    from qgraph.recipe import Override, Recipe
+
+    base = Recipe() if path is None else Recipe.from_toml(path)
+    return dataclasses.replace(
+        base,
+        **{key: value for key, value in wanted.items() if value is not None},
+        include=(*base.include, *include),
+        exclude=(*base.exclude, *exclude),
+        overrides=(*base.overrides, *map(Override.parse, overrides)),
+        options={**base.options, **assignments(options)},
+    )

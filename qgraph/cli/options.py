@@ -1,0 +1,46 @@
+"""How command-line options become values: checks whose errors name the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import typer
+
+from qgraph.registry import did_you_mean
+
+
+def one_of(known: Sequence[str]) -> Callable[[str | None], str | None]:
+    """A callback that takes one of `known`, or nothing."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in known:
+            near = did_you_mean(value, known)
+            raise typer.BadParameter(f"{value!r}{near} (known: {', '.join(known)})")
+        return value
+
+    return check
+
+
+def group(value: str | None) -> str | None:
+    """A callback for group sizes; what a group may be is the format's own affair."""
+    if value not in (None, "row") and not (str(value).isdecimal() and int(str(value))):
+        raise typer.BadParameter(f"{value!r} is neither a number (16 to 256) nor 'row'")
+    return value
+
+
+def group_size(value: str | None) -> int | None:
+    """`128` → 128, `row` → 0 (one scale for a whole row), nothing → None."""
+    if value is None:
+        return None
+    return 0 if value == "row" else int(value)
+
+
+def assignments(values: Sequence[str]) -> dict[str, str]:
+    """`PASS.FIELD=VALUE` options as a dictionary."""
+    found: dict[str, str] = {}
+    for text in values:
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.partition(".")):
+            raise typer.BadParameter(f"--option {text!r}: wanted PASS.FIELD=VALUE")
+        found[key] = value
+    return found

@@ -1,0 +1,134 @@
+"""What `optimize` prints: what was asked, what came of it, what was written, what to do next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from qgraph._version import __version__
+from qgraph.console import megabytes, print_line
+from qgraph.errors import InputError
+from qgraph.report import REASONS, Step
+
+if TYPE_CHECKING:
+    from qgraph.pipeline import Result
+    from qgraph.recipe import Recipe
+
+_NAMES_SHOWN = 10
+_HEADINGS = {
+    "refused": "refused",
+    "failed": "failed the check",
+    "changed": "done otherwise than planned",
+}
+
+
+def print_configuration(
+    console: Console, model: Path, output: Path | None, recipe: Recipe, target: str, check: bool
+) -> None:
+    """Print every option that decides the result, whether given or by default."""
+    goal = str(output) if output else "a plan (--dry-run)"
+    print_line(console, f"qgraph {__version__}: {model} → {goal}", style="bold")
+    words = {
+        "format": recipe.format,
+        "group": {None: "by format", 0: "row"}.get(recipe.group, str(recipe.group)),
+        "solver": recipe.solver,
+        "embedding": recipe.embedding,
+        "accuracy level": recipe.accuracy_level,
+        "min elements": str(recipe.min_elements),
+        "target": target,
+        "check": "on" if check else "off",
+    }
+    print_line(console, "  " + " · ".join(f"{key} {value}" for key, value in words.items()))
+    sets = [f"{o.selector}={o.format or ''} {o.solver or ''}".rstrip() for o in recipe.overrides]
+    options = [f"{key}={value}" for key, value in recipe.options.items()]
+    lists = {"include": recipe.include, "exclude": recipe.exclude, "set": sets, "option": options}
+    for key, values in lists.items():
+        if values:
+            print_line(console, f"  {key} {', '.join(values)}")
+
+
+def print_result(console: Console, result: Result, quiet: bool) -> None:
+    """Print coverage, kernels, refusals, files and the next step of a finished run."""
+    if quiet:
+        print_line(console, result.summary)
+        return
+    totals = result.report.totals
+    _kernels(console, totals.get("kernels", {}))
+    _steps(console, result.report.steps)
+    for note in result.report.notes:
+        print_line(console, f"note: {note}")
+    print_line(console, result.summary, style="bold")
+    for path in result.files:
+        print_line(console, f"wrote {path} ({megabytes(path.stat().st_size)})")
+    cost = _cost(totals)
+    if cost:
+        print_line(console, f"took {cost}")
+    if result.files:
+        print_line(console, f"next: qgraph explain {result.files[0]} --profile")
+
+
+def print_plan(console: Console, result: Result, report: Path | None, quiet: bool) -> None:
+    """Print a dry run's coverage and kernels, and write the plan where it was asked for."""
+    from qgraph.explanation_plan import from_plan
+    from qgraph.explanation_view import render_kernels, render_reasons
+
+    if not quiet:
+        explanation = from_plan(result.plan, "plan")
+        render_kernels(explanation, console)
+        render_reasons(explanation, console)
+        for note in result.report.notes:
+            print_line(console, f"note: {note}")
+    print_line(console, result.summary, style="bold")
+    if report is not None:
+        _write_json(report, result.plan.to_json())
+        print_line(console, f"wrote {report} ({megabytes(report.stat().st_size)})")
+        print_line(console, f"next: qgraph explain {report}")
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"--report {path}: {error.strerror}: choose a path that can be written"
+        ) from None
+
+
+def _kernels(console: Console, kernels: Mapping[str, int]) -> None:
+    for kernel, count in sorted(kernels.items(), key=lambda item: -item[1]):
+        print_line(console, f"{count:>5} × {kernel}")
+
+
+def _steps(console: Console, steps: Sequence[Step]) -> None:
+    """Print refusals and surprises by reason; a site counts with its last step of a kind."""
+    for outcome, heading in _HEADINGS.items():
+        last = {step.site: step for step in steps if step.outcome == outcome}
+        by_reason: dict[str, list[Step]] = {}
+        for step in last.values():
+            by_reason.setdefault(step.reason or "", []).append(step)
+        for code, found in by_reason.items():
+            _reason(console, f"{len(found)} {heading}", code, found)
+
+
+def _reason(console: Console, title: str, code: str, steps: Sequence[Step]) -> None:
+    reason = REASONS.get(code)
+    tail = f": {code}, {reason.meaning}" if reason else ""
+    print_line(console, f"{title}{tail}", style="yellow")
+    for step in steps[:_NAMES_SHOWN]:
+        print_line(console, f"      {step.site}{f': {step.detail}' if step.detail else ''}")
+    if len(steps) > _NAMES_SHOWN:
+        print_line(console, f"      … and {len(steps) - _NAMES_SHOWN} more: `qgraph explain`")
+    if reason:
+        print_line(console, f"      way out: {reason.hint}")
+
+
+def _cost(totals: Mapping[str, Any]) -> str:
+    seconds = totals.get("seconds", {})
+    words = [f"{sum(seconds.values()):.1f} s"] if seconds else []
+    if totals.get("peak_rss_bytes"):
+        words.append(f"{megabytes(totals['peak_rss_bytes'])} of memory at the peak")
+    return ", ".join(words)

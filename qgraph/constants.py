@@ -1,0 +1,66 @@
+"""Reading constants: mapped for the time of one read, never kept."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from qgraph.formats.base import Array
+
+FLOATS = frozenset(
+    {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE}
+)
+
+
+def open_array(tensor: ir.TensorProtocol) -> Array:
+    """The tensor as an array that maps its file only as long as the array lives.
+
+    `ir.ExternalTensor.numpy()` maps the whole file and keeps every page it touched until
+    `release()`; a fresh mapping per block of rows gives the pages back with the block.
+    """
+    if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.bitwidth < 8 or not tensor.size:
+        return tensor.numpy()
+    offset = tensor.offset or 0
+    start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    with open(tensor.path, "rb") as file:
+        mapped = mmap.mmap(
+            file.fileno(), offset - start + tensor.nbytes, access=mmap.ACCESS_READ, offset=start
+        )
+    dtype = tensor.dtype.numpy().newbyteorder("<")
+    array = np.frombuffer(mapped, dtype=dtype, count=tensor.size, offset=offset - start)
+    return array.reshape(tensor.shape.numpy())
+
+
+def release(tensor: ir.TensorProtocol | None) -> None:
+    """Give back the mapping that an external tensor holds, if any."""
+    if isinstance(tensor, ir.ExternalTensor) and tensor.raw is not None:
+        tensor.release()
+
+
+def small_ints(value: ir.Value | None, limit: int = 4096) -> list[int] | None:
+    """The elements of a constant integer value, or None if it is no small constant."""
+    tensor = None if value is None else value.const_value
+    if tensor is None or tensor.size > limit or not tensor.dtype.is_integer():
+        return None
+    return [int(item) for item in np.atleast_1d(tensor.numpy()).reshape(-1)]
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """The one element of a constant, or None."""
+    tensor = None if value is None else value.const_value
+    if tensor is None or tensor.size != 1:
+        return None
+    item: Any = tensor.numpy().reshape(-1)[0]
+    return float(item)
+
+
+def same_file(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> bool:
+    """Whether two paths name one file, links followed; False where either is missing."""
+    try:
+        return os.path.samefile(first, second)
+    except OSError:
+        return False

@@ -1,0 +1,173 @@
+"""From a graph, its metadata and a profile to an `Explanation`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from qgraph.capabilities import Capabilities
+from qgraph.explanation import Explanation, LevelProof, ProfileRow, SiteRow
+from qgraph.formats.base import parse
+from qgraph.graph import Graph
+from qgraph.plan import Decision, make_plan, query_of, spell_kernel
+from qgraph.recipe import Recipe
+from qgraph.report import REASONS
+from qgraph.sites import CONTRIB, Site
+
+if TYPE_CHECKING:
+    from qgraph.runtimes.base import Runtime
+
+
+def describe(graph: Graph, capabilities: Capabilities, metadata: Mapping[str, Any]) -> Explanation:
+    """Every site of `graph` as it is now, with what `optimize` noted when it made the file.
+
+    Sites that were never optimized get the reason that the default plan has for them.
+    """
+    sites = graph.sites()
+    noted = metadata.get("sites", {})
+    plan = make_plan(sites, Recipe(), capabilities)
+    rows = []
+    for site in sites:
+        decision = plan.of(site.name)
+        assert decision is not None
+        note = noted.get(site.name, {}) if isinstance(noted, dict) else {}
+        rows.append(_row(site, decision, note if isinstance(note, dict) else {}, capabilities))
+    mine = {id(site.node) for site in sites}
+    others = Counter(
+        f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+        for node in ir.traversal.RecursiveGraphIterator(graph.model.graph)
+        if id(node) not in mine
+    )
+    return Explanation(
+        model=graph.source.name if graph.source is not None else graph.model.graph.name or "graph",
+        source="file",
+        target=capabilities.target,
+        runtime=capabilities.runtime,
+        sites=tuple(rows),
+        others=dict(others),
+        notes=tuple(graph.notes),
+    )
+
+
+def _row(
+    site: Site, decision: Decision, note: Mapping[str, Any], capabilities: Capabilities
+) -> SiteRow:
+    row = SiteRow(
+        name=site.name,
+        weight=str(note.get("weight", site.weight_name)),
+        role=str(note.get("role", site.role)),
+        op=str(note.get("op", site.op)),
+        n=int(note.get("n", site.n)),
+        k=int(note.get("k", site.k)),
+        state=site.state,
+        op_now=f"{site.node.domain}::{site.op}" if site.node.domain else site.op,
+        float_bytes=decision.float_bytes,
+    )
+    row = _noted(row, note)
+    if site.state == "fused":
+        return _fused(row, site, capabilities)
+    if site.state == "float":
+        reason, detail = decision.reason, decision.detail
+        if decision.quantized:
+            reason, detail = None, "not quantized yet: `qgraph optimize` would"
+        return dataclasses.replace(
+            row,
+            format=None,
+            kernel=None,
+            packed_bytes=row.float_bytes,
+            reason=row.reason or reason,
+            detail=row.detail or detail,
+        )
+    return dataclasses.replace(
+        row,
+        format=row.format or decision.format,
+        kernel=row.kernel or decision.kernel,
+        reason=row.reason or decision.reason,
+        detail=row.detail or decision.detail,
+    )
+
+
+def _noted(row: SiteRow, note: Mapping[str, Any]) -> SiteRow:
+    """`row` with what the file's metadata says of the site."""
+    reason = note.get("reason")
+    error = note.get("error")
+    return dataclasses.replace(
+        row,
+        format=note.get("format"),
+        solver=note.get("solver"),
+        kernel=note.get("kernel"),
+        reason=reason if reason in REASONS else None,
+        detail=str(note.get("detail", "")),
+        error=float(error) if isinstance(error, int | float) else None,
+        shared_with=note.get("shared_with"),
+    )
+
+
+def _fused(row: SiteRow, site: Site, capabilities: Capabilities) -> SiteRow:
+    query = query_of(site)
+    answer = capabilities.ask(query)
+    group = parse(row.format).group if row.format else query.block
+    stored = sum(
+        value.const_value.nbytes if value.const_value is not None else 0
+        for value in _packed_inputs(site)
+    )
+    return dataclasses.replace(
+        row,
+        format=row.format or f"{'int' if query.symmetric else 'uint'}{query.bits}",
+        bits=query.bits,
+        group=group,
+        block=query.block,
+        level=query.level if site.op == "MatMulNBits" else None,
+        kernel=spell_kernel(query),
+        provider=capabilities.provider,
+        origin=answer.rule.origin if answer.rule is not None else "predicted",
+        reason=row.reason or answer.reason,
+        detail=row.detail or answer.detail or (answer.rule.note if answer.rule else ""),
+        packed_bytes=stored,
+    )
+
+
+def _packed_inputs(site: Site) -> list[ir.Value]:
+    """The constants of a fused op: codes (through a Reshape), scales, zeros."""
+    found = []
+    for value in site.node.inputs:
+        while value is not None and value.const_value is None:
+            producer = value.producer()
+            reshape = producer is not None and producer.op_type in ("Reshape", "Slice")
+            value = producer.inputs[0] if producer is not None and reshape else None
+        if value is not None:
+            found.append(value)
+    return found
+
+
+def measured(explanation: Explanation, runtime: Runtime, model: Path | ir.Model) -> Explanation:
+    """`explanation` with the profile of a real run, and the proof that int8 compute was used."""
+    feeds = runtime.synthesize(model)
+    ran = runtime.profile(model, feeds)
+    rows = tuple(
+        ProfileRow(
+            item.node,
+            f"{item.domain}::{item.op}" if item.domain else item.op,
+            item.provider,
+            item.microseconds,
+            item.calls,
+        )
+        for item in ran
+    )
+    proofs = []
+    kernels = Counter(
+        (row.bits, row.block)
+        for row in explanation.sites
+        if row.level == 4 and row.bits and row.block and row.op_now.startswith(CONTRIB)
+    )
+    for (bits, block), count in sorted(kernels.items()):
+        assert bits is not None and block is not None
+        proofs.append(LevelProof(bits, block, runtime.level_difference(bits, block), count))
+    return dataclasses.replace(
+        explanation, source="run", profile=rows, proofs=tuple(proofs)
+    )

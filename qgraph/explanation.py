@@ -1,0 +1,285 @@
+"""What became of every site and why: the rows, their totals, and their JSON.
+
+Whoever explains fills the rows (a plan, a file, or a file and the profile of a real run);
+`explanation_view` draws them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from qgraph.capabilities import Origin
+from qgraph.coverage import LINEAR_ROLES, Coverage
+from qgraph.errors import InputError
+from qgraph.registry import did_you_mean
+from qgraph.report import REASONS, Step
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA = 1
+
+State = Literal["fused", "portable", "dequantize", "qdq", "float", "planned"]
+"""fused: a kernel computes on the packed weight. portable: dequantized in blocks of rows.
+dequantize, qdq: dequantized in front of the op that was there. planned: nothing written yet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteRow:
+    """One site as it is now.
+
+    op: the op that the site had when it came in; op_now: the one it has now, with its domain.
+    group: weights per scale along K, 0 for the whole row; block: the kernel's own.
+    kernel: spelled with its parameters; provider: the execution provider that takes it.
+    error: relative weight error ‖W − Ŵ‖/‖W‖ (Frobenius). bytes: as floats, and as stored.
+    """
+
+    name: str
+    weight: str
+    role: str
+    op: str
+    n: int
+    k: int
+    state: State
+    op_now: str = ""
+    format: str | None = None
+    bits: int | None = None
+    group: int | None = None
+    block: int | None = None
+    level: int | None = None
+    solver: str | None = None
+    kernel: str | None = None
+    provider: str | None = None
+    origin: Origin = "installed"
+    reason: str | None = None
+    detail: str = ""
+    error: float | None = None
+    shared_with: str | None = None
+    float_bytes: int = 0
+    packed_bytes: int = 0
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the weight is (or is planned to be) stored in a quantized format."""
+        return self.format is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileRow:
+    """One node as a runtime ran it: microseconds of one run, all calls of that run together."""
+
+    node: str
+    op: str
+    provider: str
+    microseconds: float
+    calls: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class LevelProof:
+    """The measured difference between accuracy levels 0 and 4 of one kernel.
+
+    difference: ‖y₄ − y₀‖/‖y₀‖; above zero the kernel really computed in int8.
+    """
+
+    bits: int
+    block: int
+    difference: float
+    sites: int = 0
+
+    @property
+    def int8_compute(self) -> bool:
+        """Whether level 4 changed the result, so that int8 compute was used."""
+        return self.difference > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelRow:
+    """Sites that one kernel takes; microseconds where a profile is known."""
+
+    kernel: str
+    provider: str
+    origin: str
+    sites: int
+    microseconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherRow:
+    """Operators that are no sites, by type."""
+
+    op: str
+    provider: str
+    count: int
+    microseconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Every site with its state, kernel, time and reason.
+
+    source: "plan" (nothing written), "file", or "run" (a file and the profile of a run).
+    others: counts by op type of the nodes that are no sites (without a profile).
+    """
+
+    model: str
+    source: Literal["plan", "file", "run"]
+    target: str
+    runtime: str
+    sites: tuple[SiteRow, ...]
+    others: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    profile: tuple[ProfileRow, ...] = ()
+    proofs: tuple[LevelProof, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def select(self, glob: str) -> tuple[SiteRow, ...]:
+        """The sites whose node or weight name matches `glob`.
+
+        Raises:
+            InputError: none does; the message gives the nearest names.
+        """
+        found = tuple(row for row in self.sites if _matches(row, glob))
+        if not found:
+            known = [row.name for row in self.sites] + [row.weight for row in self.sites]
+            raise InputError(
+                f"--node {glob!r} matches none of {len(self.sites)} sites"
+                f"{did_you_mean(glob.strip('*'), known)}"
+            )
+        return found
+
+    @functools.cached_property
+    def times(self) -> dict[str, float]:
+        """Microseconds of each node of the profile."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for row in self.profile:
+            found[row.node] += row.microseconds
+        return dict(found)
+
+    @functools.cached_property
+    def total_time(self) -> float:
+        """Microseconds of all nodes of the profile."""
+        return sum(row.microseconds for row in self.profile)
+
+    @functools.cached_property
+    def coverage(self) -> Coverage:
+        """How many sites there are, how many are quantized, and their bytes."""
+        return Coverage.of(self.sites)
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """The coverage as numbers."""
+        counts = dataclasses.asdict(self.coverage)
+        del counts["refused"]
+        fused = sum(row.state == "fused" and row.role in LINEAR_ROLES for row in self.sites)
+        return {**counts, "linears_fused": fused}
+
+    @property
+    def kernels(self) -> tuple[KernelRow, ...]:
+        """The kernels in use, the most frequent first."""
+        times, ran = self.times, {row.node: row.provider for row in self.profile}
+        found: dict[tuple[str, str, str], list[str]] = {}
+        for row in self.sites:
+            if row.kernel:
+                provider = ran.get(row.name, row.provider or "")
+                origin = "ran" if row.name in ran else str(row.origin)
+                found.setdefault((row.kernel, provider, origin), []).append(row.name)
+        rows = [
+            KernelRow(*key, len(names), _sum(times, names) if self.profile else None)
+            for key, names in found.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.sites))
+
+    @property
+    def other_ops(self) -> tuple[OtherRow, ...]:
+        """The operators that are no sites, the slowest or the most frequent first."""
+        if not self.profile:
+            rows = [OtherRow(op, "", count) for op, count in self.others.items()]
+            return tuple(sorted(rows, key=lambda row: (-row.count, row.op)))
+        sites = {row.name for row in self.sites}
+        found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+        for row in self.profile:
+            if row.node not in sites:
+                found[row.op, row.provider].append(row.microseconds)
+        rows = [OtherRow(*key, len(times), sum(times)) for key, times in found.items()]
+        return tuple(sorted(rows, key=lambda row: (-(row.microseconds or 0.0), row.op)))
+
+    @property
+    def unfused(self) -> dict[str, list[SiteRow]]:
+        """Sites that no fused kernel takes, by reason code; "" where nothing was tried."""
+        return self._by_reason(row for row in self.sites if not self._taken(row))
+
+    @property
+    def remarks(self) -> dict[str, list[SiteRow]]:
+        """Sites that are quantized and carry a reason code all the same, by code."""
+        return self._by_reason(row for row in self.sites if row.reason and self._taken(row))
+
+    @staticmethod
+    def _taken(row: SiteRow) -> bool:
+        return row.state == "fused" or (row.quantized and row.state in ("qdq", "planned"))
+
+    @staticmethod
+    def _by_reason(rows: Iterable[SiteRow]) -> dict[str, list[SiteRow]]:
+        found: dict[str, list[SiteRow]] = {}
+        for row in rows:
+            found.setdefault(row.reason or "", []).append(row)
+        return found
+
+    @property
+    def summary(self) -> str:
+        """The coverage in one line."""
+        return self.coverage.line("would quantize" if self.source == "plan" else "quantized")
+
+    def to_json(self) -> dict[str, Any]:
+        """The versioned form: `"schema": 1`, additions only."""
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "source": self.source,
+            "target": self.target,
+            "runtime": self.runtime,
+            "summary": self.summary,
+            "totals": self.totals,
+            "total_us": self.total_time if self.profile else None,
+            "sites": [self._site_json(row) for row in self.sites],
+            "kernels": [dataclasses.asdict(row) for row in self.kernels],
+            "other_ops": [dataclasses.asdict(row) for row in self.other_ops],
+            "level_proofs": [
+                {**dataclasses.asdict(row), "int8_compute": row.int8_compute} for row in self.proofs
+            ],
+            "notes": list(self.notes),
+        }
+
+    def _site_json(self, row: SiteRow) -> dict[str, Any]:
+        reason = REASONS.get(row.reason or "")
+        time = self.times.get(row.name)
+        return {
+            **dataclasses.asdict(row),
+            "meaning": reason.meaning if reason else None,
+            "hint": reason.hint if reason else None,
+            "ran": time is not None,
+            "time_us": time,
+            "share": time / self.total_time if time is not None and self.total_time else None,
+        }
+
+    def render(self, console: Console, node: str | None = None) -> None:
+        """Print it as tables; with `node`, the sites that match and all that is known of them."""
+        from qgraph.explanation_view import render, render_sites
+
+        if node is None:
+            render(self, console)
+        else:
+            render_sites(self, self.select(node), console)
+
+
+def _matches(row: SiteRow, glob: str) -> bool:
+    return any(name == glob or fnmatch.fnmatchcase(name, glob) for name in (row.name, row.weight))
+
+
+def _sum(times: Mapping[str, float], names: list[str]) -> float:
+    return sum(times.get(name, 0.0) for name in names)

@@ -1,0 +1,76 @@
+"""The explanation of a plan: what would become of every site."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qgraph.errors import InputError
+from qgraph.explanation import Explanation, SiteRow
+from qgraph.formats.base import parse
+from qgraph.plan import QuantPlan
+from qgraph.report import REASONS
+
+
+def from_plan(plan: QuantPlan, model: str) -> Explanation:
+    """The rows of `plan`; `model` is what the heading calls it."""
+    return _from_json(plan.to_json(), model)
+
+
+def read_plan(path: Path) -> Explanation:
+    """The rows of the plan that `optimize --dry-run --report FILE` wrote.
+
+    Raises:
+        InputError: unreadable, or no plan.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{path}: {error}") from None
+    if not isinstance(data, dict) or data.get("kind") != "plan":
+        raise InputError(
+            f"{path} holds no plan: `qgraph optimize MODEL --dry-run --report {path.name}` "
+            "writes one, and a model is explained by its .onnx"
+        )
+    try:
+        return _from_json(data, path.name)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{path} is a damaged plan: {type(error).__name__} {error}") from None
+
+
+def _from_json(data: Mapping[str, Any], model: str) -> Explanation:
+    rows = tuple(_row(item) for item in data["decisions"])
+    return Explanation(model, "plan", str(data["target"]), str(data["runtime"]), rows)
+
+
+def _row(item: Mapping[str, Any]) -> SiteRow:
+    fmt = parse(item["format"]) if item["format"] is not None else None
+    if item["reason"] is not None and item["reason"] not in REASONS:
+        raise ValueError(f"unknown reason {item['reason']!r}")
+    kernel = item["kernel"] or ""
+    numbers = dict(word.split("=") for word in kernel.split()[1:])
+    return SiteRow(
+        name=str(item["site"]),
+        weight=str(item["weight"]),
+        role=str(item["role"]),
+        op=str(item["op"]),
+        n=int(item["n"]),
+        k=int(item["k"]),
+        state="planned" if fmt else "float",
+        op_now=kernel.partition(" ")[0],
+        format=item["format"],
+        bits=fmt.bits if fmt else None,
+        group=fmt.group if fmt else None,
+        block=int(numbers["block"]) if "block" in numbers else None,
+        level=int(numbers["level"]) if "level" in numbers else None,
+        solver=item["solver"],
+        kernel=item["kernel"],
+        origin=item["origin"],
+        reason=item["reason"],
+        detail=str(item["detail"]),
+        shared_with=item["shared_with"],
+        float_bytes=int(item["float_bytes"]),
+        packed_bytes=int(item["packed_bytes"]),
+    )

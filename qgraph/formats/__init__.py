@@ -1,0 +1,1 @@
+"""Weight formats: base, then one file per format family."""

@@ -1,0 +1,1 @@
+"""Front ends: what `capture()` calls, one file per source."""

@@ -1,0 +1,113 @@
+"""One name for each node and value, unique across all scopes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from qgraph.frontends.notes import Note
+from qgraph.scopes import scopes
+
+ALIASES = "qgraph.aliases"
+"""Key of `Value.meta`: the other names of a value, a tuple of str."""
+
+
+class Names:
+    """The names that are in use, of one kind (nodes or values)."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._known = names
+        self._taken: set[str] = set()
+
+    def take(self, name: str) -> str:
+        """`name` if it is free, else `name` with the first free suffix; it is then in use."""
+        if name in self._taken:
+            name = self.fresh(name)
+        self._taken.add(name)
+        return name
+
+    def fresh(self, name: str) -> str:
+        """`name`, or `name` with a suffix, that nothing had when the model came in or has now."""
+        tries = itertools.chain((name,), (f"{name}_{i}" for i in itertools.count(1)))
+        name = next(t for t in tries if t not in self._known and t not in self._taken)
+        self._taken.add(name)
+        return name
+
+
+def name_all(model: ir.Model) -> tuple[Names, Names, list[Note]]:
+    """Name every node and value once; of two with one name the later in the walk is renamed.
+
+    The main graph comes first, then the bodies in the order of their nodes, so that a name of
+    the main graph (inputs and outputs above all) never changes. A nameless node is called after
+    its op and first output.
+
+    Returns:
+        The names of nodes, the names of values, and a note for each one that was renamed.
+    """
+    walk = scopes(model.graph)
+    values = [value for scope in walk for value in _values(scope)]
+    nodes = [node for scope in walk for node in scope]
+    value_names = Names({value.name for value in values if value.name})
+    node_names = Names({node.name for node in nodes if node.name})
+    notes: list[Note] = []
+    for value in values:
+        old = value.name or ""
+        new = value_names.take(old) if old else value_names.fresh("value")
+        if new != old:
+            value.name = new
+            if old:
+                add_alias(value, old)
+                notes.append(_renamed("value", old, new))
+    for node in nodes:
+        old = node.name or ""
+        node.name = node_names.take(old) if old else node_names.fresh(_called_after(node))
+        if old and node.name != old:
+            notes.append(_renamed("node", old, node.name))
+    return node_names, value_names, notes
+
+
+def add_alias(value: ir.Value, name: str) -> None:
+    """Remember another name of `value`, for selectors and imports."""
+    known: tuple[str, ...] = value.meta.get(ALIASES, ())
+    if name and name != value.name and name not in known:
+        value.meta[ALIASES] = (*known, name)
+
+
+def aliases(value: ir.Value) -> tuple[str, ...]:
+    """The other names of `value`: before a rename, of its copies, of the node that held it."""
+    found: tuple[str, ...] = value.meta.get(ALIASES, ())
+    return found
+
+
+def record_aliases(model: ir.Model) -> None:
+    """Give each initializer the names of its copies: what Identity nodes make of it."""
+    for scope in scopes(model.graph):
+        for value in scope.initializers.values():
+            for copy in _copies(value):
+                add_alias(value, copy)
+
+
+def _copies(value: ir.Value) -> Iterator[str]:
+    for node in value.consumers():
+        if node.op_type == "Identity" and node.domain == "":
+            yield node.outputs[0].name or ""
+            yield from _copies(node.outputs[0])
+
+
+def _values(scope: ir.Graph) -> Iterator[ir.Value]:
+    """What a scope defines, each once; outputs that a node leaves out have no name to keep."""
+    yield from scope.inputs
+    yield from (v for v in tuple(scope.initializers.values()) if not v.is_graph_input())
+    for node in scope:
+        yield from (v for v in node.outputs if v.name or v.uses() or v.is_graph_output())
+
+
+def _called_after(node: ir.Node) -> str:
+    first = next((value.name for value in node.outputs if value.name), "")
+    return f"{node.op_type}_{first}" if first else node.op_type
+
+
+def _renamed(kind: str, old: str, new: str) -> Note:
+    return Note("RENAMED", new, f"{kind} {old!r} is now {new!r}: another {kind} has that name")

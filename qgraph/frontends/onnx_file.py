@@ -1,0 +1,171 @@
+"""Reading an ONNX file: checked before it is trusted, its weights left in their files."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import onnx
+import onnx_ir as ir
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+from qgraph.errors import InputError
+from qgraph.frontends import external_data
+
+LARGEST = 2**31 - 1
+"""The most bytes that a protobuf message may have."""
+
+_KINDS = (
+    (b"\x89PNG", "a PNG image"),
+    (b"PK\x03\x04", "a zip archive, as PyTorch writes them: export the model to ONNX first"),
+    (b"\x80", "a Python pickle: export the model to ONNX first"),
+    (b"GGUF", "a GGUF file"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"\x1f\x8b", "compressed with gzip: unpack it first"),
+    (b"version https://git-lfs", "a Git LFS pointer, not the file: run `git lfs pull`"),
+    (b"<", "an HTML or XML page: the download went wrong"),
+    (b"{", "JSON text"),
+)
+
+
+def load(path: str | os.PathLike[str]) -> ir.Model:
+    """Read an ONNX file; its weights stay in their files until they are asked for.
+
+    Raises:
+        InputError: no readable ONNX model at `path`, or data files that are missing, short or
+            outside the model's folder.
+    """
+    file = _checked_path(path)
+    proto = _parse(file)
+    _check_model(proto, file)
+    files = external_data.DataFiles(file)
+    for label, tensor in external_data.tensors(proto):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            files.check(label, tensor)
+        else:
+            _check_inline(label, tensor)
+    try:
+        model = ir.serde.deserialize_model(proto)
+    except (ir.serde.SerdeError, NotImplementedError, ValueError, KeyError) as error:
+        raise InputError(f"{file}: {_cause(error)}") from error
+    files.anchor(model)
+    return model
+
+
+def _checked_path(path: str | os.PathLike[str]) -> str:
+    """The absolute path of a file that exists, can be read and is not too large."""
+    file = os.path.abspath(os.fspath(path))
+    if os.path.isdir(file):
+        found = sorted(name for name in os.listdir(file) if name.endswith(".onnx"))
+        hint = f": name one of {', '.join(found)}" if found else ", with no .onnx file in it"
+        raise InputError(f"{file} is a folder{hint}")
+    try:
+        with open(file, "rb"):
+            size = os.path.getsize(file)
+    except FileNotFoundError:
+        raise InputError(f"{file}: no such file{_neighbours(file)}") from None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from None
+    if not os.path.isfile(file):
+        raise InputError(f"{file} is no regular file; wanted an ONNX file")
+    if size == 0:
+        raise InputError(f"{file} is empty; wanted an ONNX model. Export or download it again")
+    if size > LARGEST:
+        raise InputError(
+            f"{file} has {size} bytes; an ONNX file (a protobuf message) holds at most {LARGEST}. "
+            "Save the model with its weights as external data: "
+            "onnx.save(model, path, save_as_external_data=True)"
+        )
+    return file
+
+
+def _neighbours(file: str) -> str:
+    folder = os.path.dirname(file)
+    if not os.path.isdir(folder):
+        return f" (there is no folder {folder})"
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".onnx"))
+    return f"; the folder holds {', '.join(names[:5])}" if names else ""
+
+
+def _parse(file: str) -> onnx.ModelProto:
+    with open(file, "rb") as stream:
+        data = stream.read()
+    proto = onnx.ModelProto()
+    try:
+        proto.ParseFromString(data)
+    except DecodeError:
+        raise InputError(f"{file} is no ONNX model: {_describe(data)}") from None
+    return proto
+
+
+def _describe(data: bytes) -> str:
+    """What a file that does not parse is, as far as its first bytes tell, and the way out."""
+    kind = next((words for magic, words in _KINDS if data.startswith(magic)), None)
+    if kind:
+        return f"it is {kind}"
+    if data[4:8] == b"ORTM":
+        return "it is in ONNX Runtime's own ORT format: use the .onnx file that it was made from"
+    if data[8:10] == b'{"':
+        return "it is a safetensors file"
+    if data[:1] == b"\x08":
+        return (
+            f"it begins like one, but breaks off or is damaged ({len(data)} bytes found). "
+            "Copy or download it again and compare sizes"
+        )
+    return f"found {len(data)} bytes that begin with {data[:8]!r}"
+
+
+def _check_model(proto: onnx.ModelProto, file: str) -> None:
+    """Protobuf parses almost anything: these fields say that it is a model."""
+    lacking = [
+        words
+        for words, present in (
+            ("an ir_version", proto.ir_version > 0),
+            ("a graph", proto.HasField("graph")),
+            ("an opset import", len(proto.opset_import) > 0),
+            ("a graph output", len(proto.graph.output) > 0),
+        )
+        if not present
+    ]
+    if lacking:
+        with open(file, "rb") as stream:
+            head = stream.read(64)
+        known = next((words for magic, words in _KINDS if head.startswith(magic)), "")
+        raise InputError(
+            f"{file} is no complete ONNX model: {' and '.join(lacking)} missing"
+            + (f" (it is {known})" if known else "; it may be truncated or not be ONNX at all")
+        )
+    if proto.ir_version > onnx.IR_VERSION:
+        raise InputError(
+            f"{file} has IR version {proto.ir_version}; the installed onnx {onnx.__version__} "
+            f"reads up to {onnx.IR_VERSION}. Upgrade onnx, or export with an older one"
+        )
+
+
+def _check_inline(label: str, tensor: onnx.TensorProto) -> None:
+    if tensor.data_type == onnx.TensorProto.STRING:
+        return
+    wanted, unit = external_data.stored_bytes(label, tensor), "bytes"
+    found = len(tensor.raw_data)
+    if not tensor.HasField("raw_data"):
+        field = onnx.helper.tensor_dtype_to_field(tensor.data_type)
+        found, unit = len(getattr(tensor, field)), f"numbers in {field}"
+        if wanted and ir.DataType(tensor.data_type).bitwidth >= 8:
+            # Types below one byte have a packed byte in each number, complex ones two numbers.
+            wanted = math.prod(tensor.dims) * (2 if "COMPLEX" in _name(tensor) else 1)
+    if found != wanted:
+        raise InputError(
+            f"{label} holds {found} {unit}; its shape {list(tensor.dims)} and type "
+            f"{_name(tensor)} need {wanted}. Export the model again"
+        )
+
+
+def _name(tensor: onnx.TensorProto) -> str:
+    return ir.DataType(tensor.data_type).name
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason of a chain of errors, on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())[:500]

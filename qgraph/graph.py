@@ -1,0 +1,46 @@
+"""`Graph`: an `ir.Model` in canonical form, the one form that every pass and runtime sees."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import onnx_ir as ir
+
+from qgraph.sites import Site, find_sites
+from qgraph.verify import verify
+
+
+@dataclasses.dataclass
+class Graph:
+    """A model in canonical form.
+
+    source: the file it was captured from; saving never touches it.
+    notes: what capture changed and what it could not do, one sentence each.
+    overridden: weights that were also graph inputs, by name.
+    """
+
+    model: ir.Model
+    source: Path | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+    overridden: frozenset[str] = frozenset()
+
+    def sites(self) -> list[Site]:
+        """Every place where a weight is used, in graph order."""
+        return find_sites(self.model)
+
+    def verify(self) -> None:
+        """Raise GraphError, naming the node, if the model is not in canonical form."""
+        verify(self.model)
+
+    def clone(self) -> Graph:
+        """A copy whose nodes are its own and whose tensors are shared."""
+        return dataclasses.replace(self, model=self.model.clone(), notes=list(self.notes))
+
+    def save(self, path: str | os.PathLike[str], *, force: bool = False) -> list[Path]:
+        """Write the model and its data file; see `qgraph.writer`."""
+        from qgraph.writer import save
+
+        protect = [self.source] if self.source is not None else []
+        return save(self.model, Path(path), force=force, protect=protect)

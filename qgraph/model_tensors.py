@@ -1,0 +1,73 @@
+"""Every tensor of a model: initializers of all graphs, tensors in node attributes.
+
+Attributes of the bodies of functions are included; ONNX functions have no initializers, but
+the graphs in their attributes do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import onnx_ir as ir
+
+
+def all_tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """The tensors of `model`, in the order in which it declares them."""
+    for graph in all_graphs(model):
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield value.const_value
+    for node in all_nodes(model):
+        for attribute in node.attributes.values():
+            yield from _attribute_tensors(attribute)
+
+
+def all_graphs(model: ir.Model) -> Iterator[ir.Graph]:
+    """The main graph and every graph in an attribute, those of function bodies too."""
+    yield from model.graphs()
+    for function in model.functions.values():
+        yield from function.subgraphs()
+
+
+def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """Every node of every graph and function."""
+    yield from model.graph.all_nodes()
+    for function in model.functions.values():
+        yield from function.all_nodes()
+
+
+def remove_unread(model: ir.Model) -> None:
+    """Remove the initializers that nothing in the model reads, in place."""
+    read = {id(value) for node in all_nodes(model) for value in node.inputs}
+    for graph in all_graphs(model):
+        ends = {id(value) for value in (*graph.inputs, *graph.outputs)}
+        for name, value in list(graph.initializers.items()):
+            if id(value) not in read and id(value) not in ends:
+                del graph.initializers[name]
+
+
+def replace_tensors(
+    model: ir.Model, replace: Callable[[ir.TensorProtocol, str, bool], ir.TensorProtocol]
+) -> None:
+    """Replace every tensor, in place, by `replace(tensor, name, is_main_initializer)`."""
+    for graph in all_graphs(model):
+        for name, value in graph.initializers.items():
+            if value.const_value is not None:
+                value.const_value = replace(value.const_value, name, graph is model.graph)
+    for node in all_nodes(model):
+        for name, attribute in list(node.attributes.items()):
+            if tensors := list(_attribute_tensors(attribute)):
+                new = [replace(tensor, tensor.name or "", False) for tensor in tensors]
+                one = attribute.type == ir.AttributeType.TENSOR
+                node.attributes[name] = ir.Attr(
+                    name, attribute.type, new[0] if one else new, doc_string=attribute.doc_string
+                )
+
+
+def _attribute_tensors(attribute: ir.Attr) -> Iterator[ir.TensorProtocol]:
+    if attribute.is_ref():
+        return
+    if attribute.type == ir.AttributeType.TENSOR:
+        yield attribute.as_tensor()
+    elif attribute.type == ir.AttributeType.TENSORS:
+        yield from attribute.as_tensors()

@@ -1,0 +1,139 @@
+"""Files on their way: temporary names, locks, full disks.
+
+A file is written as `.<name>.<pid>.tmp` beside its target and locked as long as its writer
+lives. A killed process leaves such a file and nothing else; its lock is gone, by which the
+next save to the same target knows that it may remove it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from qgraph.errors import InputError
+
+
+class OutFile:
+    """A new file under a temporary name, that threads write at given offsets.
+
+    Raises:
+        InputError: the folder cannot be written, or another save of `name` is running.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path = folder / f".{name}.{os.getpid()}.tmp"
+        self.size = 0
+        try:
+            self.fd = _create_locked(self.path)
+        except BlockingIOError:
+            raise InputError(f"another save to {folder / name} is running") from None
+        except OSError as error:
+            raise disk_error(error, self.path, 0) from error
+        self._open = True
+
+    def allocate(self, size: int) -> None:
+        """Reserve `size` bytes, so that a full disk is noticed before hours of work."""
+        self.size = size
+        if not size:
+            return
+        try:
+            os.posix_fallocate(self.fd, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise disk_error(error, self.path, size) from error
+            os.ftruncate(self.fd, size)
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write all of `data`.
+
+        Raises:
+            InputError: the disk is full or the file cannot be written.
+        """
+        rest = memoryview(data)
+        try:
+            while rest:
+                written = os.pwrite(self.fd, rest, offset)
+                rest, offset = rest[written:], offset + written
+        except OSError as error:
+            raise disk_error(error, self.path, max(self.size, offset + len(rest))) from error
+
+    def sync(self) -> None:
+        """Wait until the data is on the disk."""
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            raise disk_error(error, self.path, self.size) from error
+
+    def rename(self, target: Path) -> None:
+        """Give the file its name, replacing what is there; durable when this returns."""
+        try:
+            os.replace(self.path, target)
+            sync_folder(target.parent)
+        except OSError as error:
+            raise disk_error(error, target, self.size) from error
+        self._close()
+
+    def discard(self) -> None:
+        """Remove the file, unless it was renamed; may be called twice."""
+        if self._open:
+            self.path.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        if self._open:
+            self._open = False
+            os.close(self.fd)
+
+
+def disk_error(error: OSError, path: Path, needed: int) -> InputError:
+    """What a failed write means to the user."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return InputError(f"cannot write in {path.parent}: {error.strerror or error}")
+    held = path.stat().st_blocks * 512 if path.exists() else 0
+    free = shutil.disk_usage(path.parent).free + held
+    return InputError(
+        f"no space left in {path.parent}: {needed:,} bytes needed, {free:,} free; "
+        "free some space there or choose another output folder"
+    )
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable, where its file system can."""
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def abandoned(folder: Path, name: str) -> Iterator[Path]:
+    """The temporary files of `name` that no living process writes, oldest name first."""
+    pattern = re.compile(re.escape(f".{name}.") + r"[0-9]+\.tmp")
+    for entry in sorted(os.listdir(folder)):
+        path = folder / entry
+        if pattern.fullmatch(entry) and path.is_file() and not path.is_symlink():
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield path
+
+
+def _create_locked(path: Path) -> int:
+    """Create and lock `path`; again where another process took it for abandoned meanwhile."""
+    while True:
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.stat(path), os.fstat(fd)):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)

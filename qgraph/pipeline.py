@@ -1,0 +1,491 @@
+"""The Python API: capture, optimize, explain, open. Only this file and the CLI see every room."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from qgraph import registry
+from qgraph._version import __version__
+from qgraph.capabilities import Capabilities, Query
+from qgraph.errors import CoverageError, InputError, MissingExtra, NumericError
+from qgraph.formats.base import parse
+from qgraph.graph import Graph
+from qgraph.passes.base import Context, Pass
+from qgraph.plan import Decision, QuantPlan, make_plan, query_of, require_known_options
+from qgraph.progress import Progress, Silent
+from qgraph.recipe import Override, Recipe
+from qgraph.report import SCHEMA, Report, Step
+
+if TYPE_CHECKING:
+    from qgraph.check import SiteCheck
+    from qgraph.explanation import Explanation
+    from qgraph.runtimes.base import Runtime, Session
+    from qgraph.writer import DataFile, Save
+
+Source = str | os.PathLike[str] | ir.Model | Graph
+METADATA_KEY = "qgraph"
+_LOWERINGS: dict[str, tuple[str, ...]] = {
+    "ort-cpu": ("lower_matmul_nbits", "lower_gather_block_quantized", "lower_portable"),
+    "ort-cuda": ("lower_matmul_nbits", "lower_gather_block_quantized", "lower_portable"),
+    "qdq": ("lower_qdq",),
+}
+
+
+@dataclasses.dataclass
+class Result:
+    """What `optimize` made.
+
+    graph: the rewritten graph; its packed weights are computed when they are read.
+    summary: the coverage line. files: what was written, the .onnx first.
+    """
+
+    graph: Graph
+    plan: QuantPlan
+    report: Report
+    files: list[Path]
+    summary: str
+
+
+def capture(source: Source) -> Graph:
+    """Bring a model into canonical form; its weights stay in their files.
+
+    Raises:
+        InputError: no readable model, data files missing or outside the model's folder, or a
+            graph that cannot be represented.
+    """
+    from qgraph.frontends.canonical import canonicalize
+    from qgraph.frontends.onnx_file import load
+    from qgraph.trusted import trusted
+
+    if isinstance(source, Graph):
+        return source
+    path = None if isinstance(source, ir.Model) else Path(os.path.abspath(os.fspath(source)))
+    model = source.clone() if isinstance(source, ir.Model) else load(path or "")
+    notes = canonicalize(model, trusted)
+    overridden = frozenset(note.name for note in notes if note.code == "OVERRIDABLE_INPUT")
+    graph = Graph(model, path, [note.message for note in notes], overridden)
+    graph.verify()
+    return graph
+
+
+def open(model: Source, target: str = "ort-cpu") -> Session:  # noqa: A001
+    """A session that runs a model: `session.run(feeds) -> outputs`, both by name.
+
+    A graph that was not saved is loaded from memory (up to 1 GB); a file of any size by its path.
+
+    Raises:
+        InputError: the runtime refuses the model; the message says at which node.
+        MissingExtra: the runtime is not installed.
+    """
+    runtime: Runtime = registry.load("target", target)
+    if isinstance(model, Graph):
+        return runtime.open(model.model)
+    return runtime.open(model if isinstance(model, ir.Model) else Path(model))
+
+
+def optimize(
+    model: Source,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    recipe: Recipe | None = None,
+    format: str | None = None,  # noqa: A002
+    group: int | None = None,
+    solver: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    overrides: Sequence[Override] = (),
+    options: Mapping[str, str] | None = None,
+    embedding: str | None = None,
+    accuracy_level: str | None = None,
+    target: str = "ort-cpu",
+    check: bool = True,
+    strict: bool = False,
+    dry_run: bool = False,
+    min_coverage: float = 0.0,
+    single_file: bool = False,
+    force: bool = False,
+    report: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Quantize a model's linears and embeddings, and fuse them for a target.
+
+    Args:
+        model: a path, a graph or an `ir.Model`; never changed.
+        output: the .onnx to write; None writes nothing (the graph of the result can be saved).
+        recipe: what to do; the keywords after it change single fields of it.
+        target: what will run the model: `ort-cpu`, `ort-cuda` or `qdq`.
+        check: run each kernel in use on the written bytes before the model is called good.
+        strict: a kernel outside its bound is an error; otherwise the next kernel is taken.
+        dry_run: stop after the plan.
+        min_coverage: the least share (0 to 1) of the linears' weight bytes to be quantized.
+        report: where to write all steps as JSON.
+
+    Raises:
+        InputError: wrong model, recipe or output; nothing was written.
+        CoverageError: nothing, or less than `min_coverage`, can be quantized.
+        NumericError: with `strict`, a kernel missed its error bound.
+    """
+    given: dict[str, Any] = {
+        "format": format,
+        "group": group,
+        "solver": solver,
+        "embedding": embedding,
+        "accuracy_level": accuracy_level,
+        "include": tuple(include) or None,
+        "exclude": tuple(exclude) or None,
+        "overrides": tuple(overrides) or None,
+        "options": options,
+    }
+    asked = dataclasses.replace(
+        recipe or Recipe(), **{key: value for key, value in given.items() if value is not None}
+    )
+    run = _Run(asked, target, progress or Silent(), strict, min_coverage, check)
+    return run.optimize(
+        model,
+        Path(output) if output is not None and not dry_run else None,
+        single_file=single_file,
+        force=force,
+        report=Path(report) if report is not None else None,
+    )
+
+
+def explain(
+    model: Source,
+    *,
+    target: str | None = None,
+    profile: bool = False,
+    progress: Progress | None = None,
+) -> Explanation:
+    """What became of every site of a model, and which kernel runs it.
+
+    Args:
+        model: a path or a graph: as exported, or as `optimize` wrote it.
+        target: None for the one that the model was made for, else `ort-cpu`.
+        profile: run the model on inputs of its own making, and report what really ran.
+
+    Raises:
+        InputError: no readable model, or the runtime refuses it.
+    """
+    from qgraph.describe import describe, measured
+
+    steps = progress or Silent()
+    steps.stage("reading the model")
+    graph = capture(model)
+    metadata = read_metadata(graph.model)
+    wanted = target or metadata.get("target") or "ort-cpu"
+    runtime: Runtime = registry.load("target", wanted)
+    explanation = describe(graph, runtime.capabilities(), metadata)
+    if profile:
+        steps.stage("running the model")
+        source = graph.source if graph.source is not None else graph.model
+        explanation = measured(explanation, runtime, source)
+    steps.finish()
+    return explanation
+
+
+def read_metadata(model: ir.Model) -> dict[str, Any]:
+    """What `optimize` wrote into a model; empty where it did not, or where it is damaged."""
+    try:
+        found = json.loads(model.metadata_props.get(METADATA_KEY, "{}"))
+    except (json.JSONDecodeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) and found.get("schema") == SCHEMA else {}
+
+
+class _Run:
+    """One run of `optimize`: plan, rewrite, write, check, and again where a check fails."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: str,
+        progress: Progress,
+        strict: bool,
+        min_coverage: float,
+        check: bool,
+    ) -> None:
+        require_known_options(recipe)
+        self.recipe, self.target, self.progress = recipe, target, progress
+        self.strict, self.min_coverage, self.check = strict, min_coverage, check
+        self.runtime: Runtime = registry.load("target", target)
+        self.report = Report({"target": target, "recipe": recipe.to_json(), "check": check})
+        self.seconds: dict[str, float] = {}
+        self.banned: frozenset[Query] = frozenset()
+        self._stage = ("", time.perf_counter())
+
+    def optimize(
+        self, model: Source, output: Path | None, *, single_file: bool, force: bool, report: Path | None
+    ) -> Result:
+        """See the function of this name."""
+        self._start("capture")
+        graph = capture(model)
+        self.report.notes.extend(graph.notes)
+        before = _stored_bytes(graph.model)
+        self.progress.finish(f"{len(graph.model.graph)} nodes, {before / 1e6:.1f} MB")
+        capabilities = self._capabilities(output)
+        self._start("plan")
+        plan = make_plan(graph.sites(), self.recipe, capabilities)
+        self.progress.finish(plan.coverage.line("to quantize"))
+        self._gate(plan)
+        if output is None:
+            lowered, plan = self._lower(graph, plan, capabilities)
+            return self._result(lowered, plan, [], before, report)
+        return self._write(graph, plan, capabilities, output, single_file, force, before, report)
+
+    def _capabilities(self, output: Path | None) -> Capabilities:
+        capabilities = self.runtime.capabilities()
+        predicted = all(rule.origin == "predicted" for rule in capabilities.rules)
+        if predicted:
+            self.report.notes.append(
+                f"{capabilities.provider} is not installed here: its kernels are predicted"
+            )
+        if output is not None and self.check and not self.runtime.installed():
+            raise MissingExtra(
+                "onnxruntime", "cpu", "checking the result", "Or skip the check with --no-check."
+            )
+        return capabilities
+
+    def _gate(self, plan: QuantPlan) -> None:
+        coverage = plan.coverage
+        if not coverage.linears_quantized and not coverage.embeddings_quantized:
+            raise CoverageError(
+                f"nothing was quantized: {coverage.line('would quantize')}; "
+                "`qgraph explain MODEL` says why for each site"
+            )
+        if coverage.share < self.min_coverage:
+            raise CoverageError(
+                f"{coverage.line('would quantize')}: below --min-coverage "
+                f"{self.min_coverage:.0%}; lower it, or see `qgraph explain MODEL`"
+            )
+
+    def _lower(
+        self, graph: Graph, plan: QuantPlan, capabilities: Capabilities
+    ) -> tuple[Graph, QuantPlan]:
+        """The rewritten graph; sites that no kernel takes after all go back to float."""
+        names = ["adopt_qdq", f"quantize_{self.recipe.solver}", *_LOWERINGS[self.target], "cleanup"]
+        kept = len(self.report.steps)
+        while True:
+            del self.report.steps[kept:]
+            lowered = graph.clone()
+            context = Context(plan, capabilities, self.banned)
+            for name in names:
+                lowered.verify()
+                self.report.extend(_pass(name, self.recipe).run(lowered, context))
+            lowered.verify()
+            refused = {
+                step.site: (step.reason or "NO_FUSED_KERNEL", step.detail)
+                for step in self.report.steps[kept:]
+                if step.outcome == "refused" and (plan.of(step.site) or _NOTHING).quantized
+            }
+            if not refused:
+                break
+            plan = plan.refusing(refused)
+        self._gate(plan)
+        return lowered, plan
+
+    def _write(
+        self,
+        graph: Graph,
+        plan: QuantPlan,
+        capabilities: Capabilities,
+        output: Path,
+        single_file: bool,
+        force: bool,
+        before: int,
+        report: Path | None,
+    ) -> Result:
+        from qgraph.writer import Save
+
+        protect = [graph.source] if graph.source is not None else []
+        while True:
+            self._start("rewrite")
+            lowered, plan = self._lower(graph, plan, capabilities)
+            self._describe(lowered.model, plan, {})
+            self._start("write", total=before)
+            with Save(
+                lowered.model,
+                output,
+                single_file=single_file,
+                force=force,
+                protect=protect,
+                progress=lambda done, total: self.progress.advance(done),
+            ) as save:
+                data = save.write_data()
+                checks = self._checked(lowered, data) if self.check else []
+                if self._ban(lowered, checks):
+                    continue
+                errors = {item.site: item.weight_error for item in checks}
+                self._describe(lowered.model, plan, errors)
+                self._add_errors(errors)
+                self._load(lowered.model, data, save)
+                files = save.commit()
+            return self._result(lowered, plan, files, before, report)
+
+    def _checked(self, lowered: Graph, data: DataFile) -> list[SiteCheck]:
+        from qgraph.check import check_model
+
+        self._start("check")
+        found = check_model(lowered.model, data, self.runtime.run_or_none(), self.progress)
+        self.progress.finish(f"{len(found)} sites")
+        return found
+
+    def _ban(self, lowered: Graph, checks: Sequence[SiteCheck]) -> bool:
+        """Ban the kernels that failed; whether there are any, so that all is done again."""
+        wrong = [item for item in checks if not item.ok]
+        if not wrong:
+            return False
+        first = wrong[0]
+        words = f"{first.site}: {first.code}: {first.detail}"
+        if self.strict or first.code == "BYTES":
+            raise NumericError(f"{words}; nothing was written")
+        sites = {site.name: site for site in lowered.sites()}
+        banned = {item.site: query_of(sites[item.site]) for item in wrong}
+        self.banned |= set(banned.values())
+        self.report.extend(
+            Step("check", "next kernel", item.site, "changed", item.code, item.detail)
+            for item in wrong
+        )
+        return True
+
+    def _load(self, model: ir.Model, data: DataFile, save: Save) -> None:
+        """Load the model in the runtime before it is called done."""
+        if self.check and self.runtime.available():
+            self._start("load")
+            save.trial(self.runtime.load)
+
+    def _describe(self, model: ir.Model, plan: QuantPlan, errors: Mapping[str, float | None]) -> None:
+        """Write the decisions into the model's metadata: deterministic, no times, no paths."""
+        sites = {item.site: _entry(item, errors.get(item.site)) for item in plan.decisions}
+        content = {
+            "schema": SCHEMA,
+            "version": __version__,
+            "target": plan.target,
+            "recipe": self.recipe.to_json(),
+            "sites": sites,
+        }
+        model.metadata_props[METADATA_KEY] = json.dumps(content, separators=(",", ":"))
+
+    def _add_errors(self, errors: Mapping[str, float | None]) -> None:
+        self.report.steps[:] = [
+            dataclasses.replace(step, error=errors[step.site])
+            if step.site in errors and step.pass_name.startswith("quantize_")
+            else step
+            for step in self.report.steps
+        ]
+
+    def _result(
+        self, lowered: Graph, plan: QuantPlan, files: list[Path], before: int, report: Path | None
+    ) -> Result:
+        self._start("")
+        after = sum(path.stat().st_size for path in files) or _stored_bytes(lowered.model)
+        coverage = plan.coverage
+        kernels: dict[str, int] = {}
+        for item in plan.decisions:
+            if item.kernel is not None:
+                kernels[item.kernel] = kernels.get(item.kernel, 0) + 1
+        self.report.totals = {
+            **{k: v for k, v in dataclasses.asdict(coverage).items() if k != "refused"},
+            "bytes_before": before,
+            "bytes_after": after,
+            "seconds": self.seconds,
+            "peak_rss_bytes": _peak_rss(),
+            "kernels": kernels,
+            "files": [{"path": str(path), "bytes": path.stat().st_size} for path in files],
+        }
+        if report is not None:
+            _write_report(report, self.report)
+        verb = "quantized" if files else "would quantize"
+        return Result(lowered, plan, self.report, files, coverage.line(verb, (before, after)))
+
+    def _start(self, name: str, total: int = 0) -> None:
+        before, since = self._stage
+        now = time.perf_counter()
+        if before:
+            self.seconds[before] = self.seconds.get(before, 0.0) + now - since
+        self._stage = (name, now)
+        if name:
+            self.progress.stage(name, total)
+        else:
+            self.progress.finish()
+
+
+_NOTHING = Decision("", "", "", "", 0, 0)
+
+
+def _pass(name: str, recipe: Recipe) -> Pass:
+    """The pass with the fields that `--option PASS.FIELD=VALUE` sets."""
+    kind = registry.load("pass", name)
+    fields = {item.name: item for item in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    for key, text in recipe.options.items():
+        owner, _, field = key.partition(".")
+        if owner == name:
+            values[field] = _converted(key, text, fields[field].default)
+    found: Pass = kind(**values)
+    return found
+
+
+def _converted(key: str, text: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if text.lower() not in words:
+            raise InputError(f"--option {key}={text}: wanted true or false")
+        return words[text.lower()]
+    try:
+        return type(default)(text)
+    except ValueError:
+        raise InputError(f"--option {key}={text}: wanted {type(default).__name__}") from None
+
+
+def _entry(item: Decision, error: float | None) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "weight": item.weight,
+        "role": item.role,
+        "op": item.op,
+        "n": item.n,
+        "k": item.k,
+        "format": item.format,
+        "solver": item.solver,
+        "kernel": item.kernel,
+        "reason": item.reason,
+        "detail": item.detail,
+        "shared_with": item.shared_with,
+        "error": None if error is None else float(f"{error:.4g}"),
+    }
+    return {key: value for key, value in entry.items() if value not in (None, "")}
+
+
+def _stored_bytes(model: ir.Model) -> int:
+    """Bytes of all constants, each counted once."""
+    seen: dict[int, int] = {}
+    for scope in (model.graph, *model.graph.subgraphs()):
+        for value in scope.initializers.values():
+            if value.const_value is not None:
+                seen[id(value.const_value)] = value.const_value.nbytes
+    return sum(seen.values())
+
+
+def _peak_rss() -> int:
+    """The process's peak resident set so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _write_report(path: Path, report: Report) -> None:
+    try:
+        path.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"report {path}: {error.strerror}") from None
+
+
+__all__ = ["Result", "capture", "explain", "open", "optimize", "parse"]

@@ -1,0 +1,439 @@
+"""The plan: one decision per site, made before any data is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qgraph import registry
+from qgraph.capabilities import (
+    DEQUANTIZE_LINEAR,
+    GATHER_BLOCK_QUANTIZED,
+    MATMUL_NBITS,
+    Answer,
+    Capabilities,
+    Query,
+)
+from qgraph.constants import open_array
+from qgraph.coverage import Coverage
+from qgraph.errors import InputError
+from qgraph.formats.base import Format, parse
+from qgraph.recipe import FLOAT, Recipe
+from qgraph.report import SCHEMA
+from qgraph.selectors import Selector, check, layer_count
+from qgraph.sites import Site
+
+BEST_4_BIT = "uint4"
+DEFAULT_GROUP = 64
+"""Measured on SmolLM2-135M with its channels off the Q4_1 grid: see tests/benchmarks/results."""
+BEST_EMBEDDING = "uint8"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What becomes of one site, and why.
+
+    format: the spelled format, or None where the weight stays as it is.
+    kernel: the op that the target will run, with its parameters.
+    origin: whether the target's answer was asked of an installed runtime or predicted.
+    shared_with: the first site that reads the same packed weight.
+    float_bytes, packed_bytes: the weight that the site reads, in float and packed.
+    """
+
+    site: str
+    weight: str
+    role: str
+    op: str
+    n: int
+    k: int
+    format: str | None = None
+    solver: str | None = None
+    reason: str | None = None
+    detail: str = ""
+    kernel: str | None = None
+    origin: str = "installed"
+    shared_with: str | None = None
+    float_bytes: int = 0
+    packed_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """The site's name."""
+        return self.site
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the weight is to be stored in a quantized format."""
+        return self.format is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantPlan:
+    """All decisions for one model, recipe and target."""
+
+    recipe: Recipe
+    target: str
+    runtime: str
+    decisions: tuple[Decision, ...]
+
+    def of(self, site: str) -> Decision | None:
+        """The decision for one site, by its name."""
+        return self._by_site.get(site)
+
+    @functools.cached_property
+    def _by_site(self) -> dict[str, Decision]:
+        return {decision.site: decision for decision in self.decisions}
+
+    @property
+    def coverage(self) -> Coverage:
+        """How much of the model the decisions quantize."""
+        return Coverage.of(self.decisions)
+
+    def refusing(self, refused: Mapping[str, tuple[str, str]]) -> QuantPlan:
+        """This plan with some sites left in float: site → (reason code, detail)."""
+        decisions = [
+            dataclasses.replace(
+                item, format=None, solver=None, kernel=None, shared_with=None, packed_bytes=0,
+                reason=refused[item.site][0], detail=refused[item.site][1],
+            )
+            if item.site in refused
+            else item
+            for item in self.decisions
+        ]  # fmt: skip
+        return dataclasses.replace(self, decisions=tuple(_owned(decisions)))
+
+    def to_json(self) -> dict[str, Any]:
+        """The versioned form that `--dry-run --report` writes and `explain` reads."""
+        return {
+            "schema": SCHEMA,
+            "kind": "plan",
+            "target": self.target,
+            "runtime": self.runtime,
+            "recipe": self.recipe.to_json(),
+            "decisions": [dataclasses.asdict(decision) for decision in self.decisions],
+        }
+
+
+def make_plan(sites: Sequence[Site], recipe: Recipe, capabilities: Capabilities) -> QuantPlan:
+    """Decide for every site.
+
+    Raises:
+        InputError: a selector that matches nothing, an unknown format, solver or option.
+    """
+    registry.load("solver", recipe.solver)
+    check(recipe.selectors, sites)
+    planner = _Planner(sites, recipe, capabilities)
+    decisions = [planner.decide(site) for site in sites]
+    return QuantPlan(
+        recipe,
+        capabilities.target,
+        capabilities.runtime,
+        tuple(_with_costs(decisions, sites, planner.keys)),
+    )
+
+
+def _with_costs(
+    decisions: Sequence[Decision], sites: Sequence[Site], keys: dict[str, Hashable]
+) -> list[Decision]:
+    """Say where one weight ends up in the file more than once, and what that costs."""
+    by_key: dict[Hashable, list[Decision]] = {}
+    for decision in decisions:
+        by_key.setdefault(keys[decision.site], []).append(decision)
+    found = []
+    for decision, site in zip(decisions, sites, strict=True):
+        if decision.format is None or site.weight is None:
+            found.append(decision)
+            continue
+        same = by_key[keys[decision.site]]
+        floats = [other.site for other in same if other.format is None]
+        floats += [] if floats else _other_readers(site, sites)
+        formats = sorted({other.format for other in same if other.format is not None})
+        if floats:
+            size = site.weight.tensor.nbytes / 1e6
+            detail = f"{floats[0]} reads the float weight: {size:.1f} MB stay in the file"
+            decision = dataclasses.replace(decision, reason="HALF_CONVERTED", detail=detail)
+        elif len(formats) > 1:
+            size = decision.packed_bytes / 1e6
+            detail = f"{len(formats)} packed copies ({', '.join(formats)}): this one takes {size:.1f} MB"
+            decision = dataclasses.replace(decision, reason="SEPARATE_COPY", detail=detail)
+        elif decision.shared_with is not None and decision.reason is None:
+            detail = f"one packed weight with {decision.shared_with}"
+            decision = dataclasses.replace(decision, reason="SHARED_WITH", detail=detail)
+        found.append(decision)
+    return found
+
+
+def _other_readers(site: Site, sites: Sequence[Site]) -> list[str]:
+    """Nodes that read the weight's constant, or a value on the way from it, and are no site."""
+    assert site.weight is not None
+    root = site.weight.root
+    on_the_way = {id(node) for other in sites for node in (*other.chain, other.node)}
+    values = [root, *(node.outputs[0] for node in site.chain)]
+    return [use.node.name or "" for v in values for use in v.uses() if id(use.node) not in on_the_way]
+
+
+def _owned(decisions: list[Decision]) -> Iterator[Decision]:
+    """Sites whose owner is no longer quantized share with the first one that is."""
+    heirs: dict[tuple[str, str | None], str] = {}
+    quantized = {item.site for item in decisions if item.quantized}
+    for item in decisions:
+        if item.shared_with is None or item.shared_with in quantized:
+            yield item
+            continue
+        heir = heirs.setdefault((item.shared_with, item.format), item.site)
+        yield dataclasses.replace(item, shared_with=None if heir == item.site else heir)
+
+
+def wanted_format(recipe: Recipe) -> Format:
+    """The recipe's format with its group."""
+    if recipe.format == "auto":
+        return parse(BEST_4_BIT, group=DEFAULT_GROUP if recipe.group is None else recipe.group)
+    return parse(recipe.format, group=recipe.group)
+
+
+def embedding_format(recipe: Recipe) -> Format | None:
+    """The format of embedding tables and of the heads tied to them; None for float."""
+    group = DEFAULT_GROUP if recipe.group is None else recipe.group
+    if recipe.embedding == FLOAT:
+        return None
+    text = recipe.embedding
+    return _parse_with(BEST_EMBEDDING if text == "auto" else text, group)
+
+
+def _parse_with(text: str, group: int | None) -> Format:
+    """The format that `text` spells, at `group` unless the text names one."""
+    return parse(text, group=None if "group=" in text else group)
+
+
+class _Planner:
+    def __init__(self, sites: Sequence[Site], recipe: Recipe, capabilities: Capabilities) -> None:
+        self.recipe = recipe
+        self.capabilities = capabilities
+        self.layers = layer_count(sites)
+        self.default = wanted_format(recipe)
+        self.embedding = embedding_format(recipe)
+        self.keys = weight_keys(sites)
+        self.tables = {self.keys[s.name] for s in sites if s.role == "embedding" and s.weight}
+        self.first: dict[tuple[Hashable, str | None], str] = {}
+        for item in recipe.overrides:
+            if item.format not in (None, FLOAT):
+                parse(str(item.format), group=None)
+            if item.solver is not None:
+                registry.load("solver", item.solver)
+
+    def decide(self, site: Site) -> Decision:
+        """The decision for one site."""
+        decision = Decision(site.name, site.weight_name, site.role, site.op, site.n, site.k)
+        decision = dataclasses.replace(decision, float_bytes=_float_bytes(site))
+        refused = self._refusal(site)
+        if refused is not None:
+            return dataclasses.replace(decision, reason=refused[0], detail=refused[1])
+        if site.state != "float":
+            return decision
+        wanted = self._wanted(site)
+        if wanted is None:
+            return dataclasses.replace(decision, reason="EXCLUDED", detail="float was asked for")
+        return self._with_format(decision, site, *wanted)
+
+    def _with_format(self, decision: Decision, site: Site, fmt: Format, solver: str) -> Decision:
+        assert site.weight is not None and site.dtype is not None
+        fmt.validate(site.n, site.k)
+        dtype = site.dtype
+        answer, query = best_kernel(self.capabilities, site, fmt, self.recipe.accuracy_level)
+        if not answer:
+            return dataclasses.replace(decision, reason=answer.reason, detail=answer.detail)
+        spelled = fmt.spell()
+        owner = self.first.setdefault((self.keys[site.name], spelled), site.name)
+        shared = None if owner == site.name else owner
+        bits = fmt.size_bits(site.k, dtype)
+        rule = answer.rule
+        assert rule is not None
+        return dataclasses.replace(
+            decision,
+            format=spelled,
+            solver=solver,
+            kernel=spell_kernel(query),
+            origin=rule.origin,
+            detail=rule.note,
+            shared_with=shared,
+            packed_bytes=round(bits * site.n * site.k / 8),
+        )
+
+    def _refusal(self, site: Site) -> tuple[str, str] | None:
+        if site.refusal is not None:
+            small = site.n * site.k < self.recipe.min_elements
+            code = "WEIGHT_TOO_SMALL" if small and site.n else site.refusal.code
+            return code, site.refusal.detail
+        if site.state == "fused":
+            return None
+        excluded = [t for t in self.recipe.exclude if Selector(t).matches(site, self.layers)]
+        if excluded:
+            return "EXCLUDED", f"--exclude {excluded[0]}"
+        include = self.recipe.include
+        if include and not any(Selector(t).matches(site, self.layers) for t in include):
+            return "EXCLUDED", "no --include names it"
+        if site.weight is None or site.state != "float":
+            return None
+        if site.weight.root.is_graph_output():
+            return "GRAPH_OUTPUT", f"{site.weight_name} is an output of the graph"
+        if site.n * site.k < self.recipe.min_elements:
+            return "WEIGHT_TOO_SMALL", f"{site.n * site.k} elements"
+        if site.dtype is None:
+            return "DTYPE_HAS_NO_KERNEL", "the type of its activation is not known"
+        return None
+
+    def _wanted(self, site: Site) -> tuple[Format, str] | None:
+        """Format and solver: the last override that names the site, else the recipe's."""
+        table = self.keys[site.name] in self.tables
+        fmt = self.embedding if table else self.default
+        solver = self.recipe.solver
+        for item in self.recipe.overrides:
+            if Selector(item.selector).matches(site, self.layers):
+                if item.format == FLOAT:
+                    fmt = None
+                elif item.format is not None:
+                    fmt = _parse_with(item.format, self.recipe.group)
+                solver = item.solver or solver
+        return None if fmt is None else (fmt, solver)
+
+
+def _float_bytes(site: Site) -> int:
+    """Bytes of the site's weight as floats, as stored or (already quantized) as computed."""
+    constant = site.weight.root.const_value if site.weight is not None else None
+    dtype = constant.dtype if constant is not None and site.state == "float" else site.dtype
+    return (dtype.bitwidth if dtype is not None else 32) * site.n * site.k // 8
+
+
+def weight_keys(sites: Sequence[Site]) -> dict[str, Hashable]:
+    """The identity of each site's weight: equal where the elements are, also for Eᵀ beside E."""
+    keys: dict[str, Hashable] = {}
+    seen: dict[tuple[int, int], list[Site]] = {}
+    for site in sites:
+        if site.weight is None or site.state != "float":
+            keys[site.name] = site.name
+            continue
+        others = seen.setdefault((site.n, site.k), [])
+        twin = next((other for other in others if _equal(site, other)), None)
+        if twin is None:
+            others.append(site)
+            keys[site.name] = site.weight.key
+        else:
+            keys[site.name] = keys[twin.name]
+    return keys
+
+
+def _equal(one: Site, other: Site, samples: int = 32) -> bool:
+    """Whether two sites read equal weights: by key, else by content, a sample of rows first.
+
+    Content is compared only between an embedding and a linear: that is how exporters copy a
+    tied weight, and comparing all pairs of equal shape would read the model many times.
+    """
+    assert one.weight is not None and other.weight is not None
+    if one.weight.key == other.weight.key:
+        return True
+    if (one.role == "embedding") == (other.role == "embedding"):
+        return False
+    at = np.unique(np.linspace(0, one.n - 1, samples).astype(int))
+    if not all(_rows_equal(one, other, int(i), int(i) + 1) for i in at):
+        return False
+    step = max(1, 16_000_000 // (4 * one.k))
+    return all(_rows_equal(one, other, i, min(i + step, one.n)) for i in range(0, one.n, step))
+
+
+def _rows_equal(one: Site, other: Site, start: int, stop: int) -> bool:
+    assert one.weight is not None and other.weight is not None
+    first = one.weight.view.shape_of(open_array(one.weight.tensor))[start:stop]
+    second = other.weight.view.shape_of(open_array(other.weight.tensor))[start:stop]
+    return bool(np.array_equal(first, second))
+
+
+def blocks_of(fmt: Format) -> tuple[int, ...]:
+    """Kernel block sizes that hold this format: its group, then divisors whose scales repeat."""
+    if fmt.group == 0:
+        return (128, 64, 32, 256, 16)
+    return tuple(b for b in (fmt.group, fmt.group // 2, fmt.group // 4, fmt.group // 8) if b >= 16)
+
+
+def best_kernel(
+    capabilities: Capabilities,
+    site: Site,
+    fmt: Format,
+    accuracy_level: str,
+    banned: frozenset[Query] = frozenset(),
+) -> tuple[Answer, Query]:
+    """The first kernel that takes the site, in the order of preference, and its parameters.
+
+    Level 4 (int8 activations) first, at the format's own block, then at smaller blocks with
+    repeated scales; then level 0. 8 bits never run at level 0 unless asked for: ONNX Runtime's
+    kernel is then 20 to 30 times slower than float.
+    """
+    candidates = list(_candidates(capabilities, site, fmt, accuracy_level))
+    first: Answer | None = None
+    for query in candidates:
+        if query in banned:
+            continue
+        answer = capabilities.ask(query)
+        if answer:
+            return answer, query
+        first = first or answer
+    if banned and first is None:
+        first = Answer(None, "KERNEL_FAILED_CHECK", "every kernel missed its error bound")
+    assert first is not None
+    return first, candidates[0]
+
+
+def _candidates(
+    capabilities: Capabilities, site: Site, fmt: Format, accuracy_level: str
+) -> list[Query]:
+    assert site.dtype is not None
+    dtype = "float32" if site.dtype.name == "FLOAT" else site.dtype.name.lower()
+    op = MATMUL_NBITS if site.role != "embedding" else GATHER_BLOCK_QUANTIZED
+    base = Query(op, dtype, fmt.bits, fmt.group, 0, fmt.symmetric, site.n, site.k)
+    if capabilities.target == "qdq":
+        return [dataclasses.replace(base, op=DEQUANTIZE_LINEAR)]
+    blocks = [dataclasses.replace(base, block=block) for block in blocks_of(fmt)]
+    if site.role == "embedding":
+        return blocks
+    levels = {"auto": (4,) if fmt.bits == 8 else (4, 0), "0": (0,), "4": (4,)}[accuracy_level]
+    return [dataclasses.replace(item, level=level) for level in levels for item in blocks]
+
+
+def spell_kernel(query: Query) -> str:
+    """`MatMulNBits bits=4 block=128 level=4`."""
+    name = query.op.partition("::")[2]
+    level = f" level={query.level}" if query.op == MATMUL_NBITS else ""
+    return f"{name} bits={query.bits} block={query.block}{level}"
+
+
+def require_known_options(recipe: Recipe) -> None:
+    """Refuse `--option PASS.FIELD=VALUE` for a pass or field that does not exist."""
+    for key in recipe.options:
+        name, dot, field = key.partition(".")
+        if not dot:
+            raise InputError(f"--option {key!r}: wanted PASS.FIELD=VALUE")
+        kind = registry.load("pass", name)
+        fields = [item.name for item in dataclasses.fields(kind)]
+        if field not in fields:
+            near = registry.did_you_mean(field, fields)
+            raise InputError(f"pass {name} has no field {field!r}{near} (it has: {', '.join(fields) or 'none'})")
+
+
+def query_of(site: Site) -> Query:
+    """The kernel that a fused site runs, as the question that a plan asks."""
+    attributes = site.node.attributes
+    zeros = site.node.inputs[3] if len(site.node.inputs) > 3 else None
+    dtype = "float32" if site.dtype is None or site.dtype.name == "FLOAT" else site.dtype.name.lower()
+    return Query(
+        GATHER_BLOCK_QUANTIZED if site.role == "embedding" else MATMUL_NBITS,
+        dtype,
+        attributes.get_int("bits", 4),
+        attributes.get_int("block_size", 128 if site.role == "embedding" else 0),
+        attributes.get_int("accuracy_level", 0),
+        zeros is None,
+        site.n,
+        site.k,
+    )

@@ -1,0 +1,157 @@
+"""Quantized weights that are computed when they are written, block of rows by block of rows.
+
+A `QuantSource` yields quantized rows; a `QuantTensor` is one part of it (codes, scales or
+zeros) in one layout, as an onnx_ir tensor. Lowering swaps the layout without touching data;
+the writer makes one pass over a source and fills all its parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import numpy as np
+import onnx_ir as ir
+
+from qgraph.formats.base import Array, Format, Layout, Part, PartSpec, QuantizedWeight
+
+BLOCK_BYTES = 64_000_000
+"""The most float32 bytes of a weight that are in memory at once, over all threads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviation:
+    """How far some rows, read back from storage, are from what their source says.
+
+    worst: the largest |w − ŵ| divided by the bound on it; up to 1 is right.
+    error_sq, norm_sq: Σ(w − ŵ)² and Σw², for the relative error of the weight.
+    """
+
+    worst: float
+    error_sq: float
+    norm_sq: float
+
+
+class QuantSource(ABC):
+    """Where the quantized rows of one weight `[n, k]` come from."""
+
+    format: Format
+    n: int
+    k: int
+    scale_dtype: ir.DataType
+    name: str
+
+    @abstractmethod
+    def block(self, start: int, stop: int) -> QuantizedWeight:
+        """Rows `start:stop`, quantized; safe to call from several threads."""
+
+    @abstractmethod
+    def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:
+        """Compare rows `start:stop` as read back from storage with the source's own truth."""
+
+    def release(self) -> None:
+        """Give back the memory that mapped input files hold."""
+
+    def block_rows(self, limit: int = BLOCK_BYTES) -> int:
+        """Rows per block of at most `limit` bytes of float32: a multiple of 8, so that types
+        below one byte, which ONNX packs flat, start each block at a whole byte."""
+        return max(8, min(self.n + 7, limit // (4 * self.k)) // 8 * 8)
+
+    def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+        """The (start, stop) of each block of rows."""
+        step = self.block_rows(limit)
+        for start in range(0, self.n, step):
+            yield start, min(start + step, self.n)
+
+    def parts(self, layout: Layout) -> dict[Part, PartSpec]:
+        """Shape and type of each part in `layout`."""
+        return self.format.parts(self.n, self.k, self.scale_dtype, layout)
+
+
+class QuantTensor(ir.TensorProtocol):
+    """One part of a `QuantSource` in one layout."""
+
+    def __init__(self, source: QuantSource, part: Part, layout: Layout, name: str) -> None:
+        self.source = source
+        self.part = part
+        self.layout = layout
+        self.name = name
+        self.doc_string: str | None = None
+        self.spec = source.parts(layout)[part]
+        self._shape = ir.Shape(self.spec.shape)
+        self._metadata_props: dict[str, str] = {}
+        self._meta: dict[str, Any] = {}
+
+    @property
+    def shape(self) -> ir.Shape:
+        """The shape as stored."""
+        return self._shape
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """The ONNX type as stored."""
+        return self.spec.dtype
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.spec.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return self.spec.nbytes
+
+    @property
+    def metadata_props(self) -> dict[str, str]:
+        """Serialized with the tensor."""
+        return self._metadata_props
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """Not serialized."""
+        return self._meta
+
+    @property
+    def raw(self) -> QuantSource:
+        """The source."""
+        return self.source
+
+    def tofile(self, file: BinaryIO) -> None:
+        """Write the bytes of this part, one block of rows at a time."""
+        for start, stop in self.source.blocks():
+            packed = self.source.format.pack(self.source.block(start, stop), self.layout)
+            file.write(np.ascontiguousarray(packed[self.part]).tobytes())
+        self.source.release()
+
+    def tobytes(self) -> bytes:
+        """All bytes of this part: for small tensors and for other tools."""
+        buffer = io.BytesIO()
+        self.tofile(buffer)
+        return buffer.getvalue()
+
+    def numpy(self) -> Array:
+        """The whole part as an array (sub-byte types unpacked, as onnx_ir has them)."""
+        return ir.Tensor(
+            _from_bytes(self.tobytes(), self.spec), dtype=self.spec.dtype, name=self.name
+        ).numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __dlpack__(self, *, stream: Any = ...) -> Any:
+        return self.numpy().__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.numpy().__dlpack_device__()
+
+
+def _from_bytes(data: bytes, spec: PartSpec) -> Array:
+    proto = ir.serde.onnx.TensorProto(
+        data_type=spec.dtype.value, dims=list(spec.shape), raw_data=data
+    )
+    return ir.serde.deserialize_tensor(proto).numpy()

@@ -1,0 +1,139 @@
+"""What the user asks: one frozen dataclass, from keywords, the command line or TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qgraph.errors import InputError
+from qgraph.registry import did_you_mean
+
+FLOAT = "float"
+LEVELS = ("auto", "0", "4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Override:
+    """One `--set 'GLOB=FORMAT[:option=value,…][,solver=NAME]'`, or a `[[set]]` table.
+
+    format: a spelled format, `float` to keep the weight, or None for the recipe's own.
+    """
+
+    selector: str
+    format: str | None = None
+    solver: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Override:
+        """Read the command line's spelling.
+
+        Raises:
+            InputError: no `=`, or nothing on one side of it.
+        """
+        selector, equals, rest = text.partition("=")
+        if not equals or not selector or not rest:
+            raise InputError(f"--set {text!r}: wanted 'GLOB=FORMAT', as in 'lm_head*=int8:group=64'")
+        pieces = rest.split(",")
+        solver = [p.removeprefix("solver=") for p in pieces if p.startswith("solver=")]
+        fmt = ",".join(p for p in pieces if not p.startswith("solver="))
+        return cls(selector, fmt or None, solver[-1] if solver else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Format, solver, sites.
+
+    format: a spelled format (`uint4:group=128`), or `auto`: the best 4-bit format.
+    group: weights per scale along K; None for the format's own, 0 for the whole row.
+    embedding: `auto`, `float`, or a format for embedding tables; a tied head follows it.
+    accuracy_level: `auto`, `0` (float activations) or `4` (int8 activations).
+    min_elements: smaller weights stay as they are.
+    options: `PASS.FIELD` → value, for any pass's field.
+    """
+
+    format: str = "auto"
+    group: int | None = None
+    solver: str = "rtn"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    overrides: tuple[Override, ...] = ()
+    embedding: str = "auto"
+    accuracy_level: str = "auto"
+    min_elements: int = 1024
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.accuracy_level not in LEVELS:
+            raise InputError(
+                f"accuracy level {self.accuracy_level!r}: wanted one of {', '.join(LEVELS)}"
+            )
+        if self.min_elements < 0:
+            raise InputError(f"min_elements {self.min_elements}: wanted 0 or more")
+
+    @property
+    def selectors(self) -> tuple[str, ...]:
+        """Every selector that the user wrote."""
+        return (*self.include, *self.exclude, *(item.selector for item in self.overrides))
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Recipe:
+        """Read a recipe file: the fields of this class, and `[[set]]` tables for overrides.
+
+        Raises:
+            InputError: unreadable, no TOML, or an unknown or ill-typed key.
+        """
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise InputError(f"recipe {path}: {error}") from None
+        return cls(**_fields(table, path))
+
+    def to_json(self) -> dict[str, Any]:
+        """Only what differs from the default: small and stable."""
+        default = Recipe()
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value == getattr(default, field.name) and field.name not in ("format", "solver"):
+                continue
+            if field.name == "overrides":
+                value = [dataclasses.asdict(item) for item in self.overrides]
+            found[field.name] = dict(value) if isinstance(value, Mapping) else value
+        return found
+
+
+def _fields(table: dict[str, Any], path: Path) -> dict[str, Any]:
+    overrides = tuple(_override(item, path) for item in table.pop("set", []))
+    known = {field.name for field in dataclasses.fields(Recipe)} - {"overrides"}
+    found: dict[str, Any] = {"overrides": overrides}
+    for key, value in table.items():
+        if key not in known:
+            raise InputError(f"recipe {path}: unknown key {key!r}{did_you_mean(key, known)}")
+        default = getattr(Recipe(), key)
+        if key in ("include", "exclude"):
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+                raise InputError(f"recipe {path}: {key} wants a list of selectors, not {value!r}")
+            value = tuple(value)
+        elif key == "options":
+            value = {str(k): str(v) for k, v in dict(value).items()}
+        elif key == "group":
+            if isinstance(value, bool) or not (isinstance(value, int) or value == "row"):
+                raise InputError(f"recipe {path}: group wants a number or 'row', not {value!r}")
+            value = 0 if value == "row" else value
+        elif key == "accuracy_level":
+            value = str(value)
+        elif not isinstance(value, type(default)) or isinstance(value, bool):
+            wanted = type(default).__name__
+            raise InputError(f"recipe {path}: {key} wants {wanted}, not {value!r}")
+        found[key] = value
+    return found
+
+
+def _override(item: Any, path: Path) -> Override:
+    known = {"selector", "format", "solver"}
+    if not isinstance(item, dict) or "selector" not in item or not set(item) <= known:
+        raise InputError(f"recipe {path}: [[set]] wants selector, and format or solver; found {item!r}")
+    return Override(**{key: str(value) for key, value in item.items()})

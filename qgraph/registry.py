@@ -1,0 +1,74 @@
+"""The one list of what exists: formats, solvers, passes, checkpoint layouts, runtimes, targets.
+
+A new entry costs one file and one line here. Entries are imported at first use, so that
+`import qgraph` loads neither torch nor a runtime.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from qgraph.errors import InputError
+
+Kind = Literal["format", "solver", "pass", "checkpoint", "runtime", "target"]
+
+_ENTRIES: dict[Kind, dict[str, str]] = {
+    "format": {
+        "int4": "qgraph.formats.integer_groups:INT4",
+        "uint4": "qgraph.formats.integer_groups:UINT4",
+        "int8": "qgraph.formats.integer_groups:INT8",
+        "uint8": "qgraph.formats.integer_groups:UINT8",
+        "int2": "qgraph.formats.integer_groups:INT2",
+        "uint2": "qgraph.formats.integer_groups:UINT2",
+    },
+    "solver": {
+        "rtn": "qgraph.passes.quantize_rtn:QuantizeRtn",
+    },
+    "pass": {
+        "quantize_rtn": "qgraph.passes.quantize_rtn:QuantizeRtn",
+        "lower_matmul_nbits": "qgraph.passes.lower_matmul_nbits:LowerMatMulNBits",
+        "lower_gather_block_quantized": (
+            "qgraph.passes.lower_gather_block_quantized:LowerGatherBlockQuantized"
+        ),
+        "lower_qdq": "qgraph.passes.lower_qdq:LowerQdq",
+        "lower_portable": "qgraph.passes.lower_portable:LowerPortable",
+        "cleanup": "qgraph.passes.cleanup:Cleanup",
+    },
+    "checkpoint": {},
+    "runtime": {
+        "ort": "qgraph.runtimes.ort:OrtRuntime",
+    },
+    "target": {
+        "ort-cpu": "qgraph.runtimes.ort:CPU",
+        "ort-cuda": "qgraph.runtimes.ort:CUDA",
+        "qdq": "qgraph.runtimes.ort:QDQ",
+    },
+}
+
+
+def names(kind: Kind) -> tuple[str, ...]:
+    """The names of one kind, in the order of the list."""
+    return tuple(_ENTRIES[kind])
+
+
+def load(kind: Kind, name: str) -> Any:
+    """Import and return the entry `name` of `kind`.
+
+    Raises:
+        InputError: no such entry; the message says what there is and which name is nearest.
+    """
+    entries = _ENTRIES[kind]
+    if name not in entries:
+        known = ", ".join(entries) or "none yet"
+        raise InputError(f"no {kind} named {name!r}{did_you_mean(name, entries)} (known: {known})")
+    module, _, attribute = entries[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The tail of an error message: the names nearest to `name`, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""

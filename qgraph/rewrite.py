@@ -1,0 +1,132 @@
+"""The helpers through which passes change a graph: the only place that makes initializers.
+
+Names stay unique, a replacement takes over the name, type and shape of what it replaces, and
+what nobody reads any more goes away with its constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from qgraph.errors import GraphError
+
+
+class Rewriter:
+    """Edits one model; knows all its names, so that new ones never collide."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+        self._names = set(_all_names(model))
+
+    def unique(self, base: str) -> str:
+        """`base`, or `base_1`, … if that is taken; the name is then taken."""
+        name, count = base, 0
+        while name in self._names:
+            count += 1
+            name = f"{base}_{count}"
+        self._names.add(name)
+        return name
+
+    def initializer(self, base: str, tensor: ir.TensorProtocol) -> ir.Value:
+        """A new constant of the main graph, visible in every body."""
+        value = ir.Value(
+            name=self.unique(base),
+            shape=ir.Shape(tensor.shape.numpy()),
+            type=ir.TensorType(tensor.dtype),
+            const_value=tensor,
+        )
+        tensor.name = value.name
+        self.model.graph.initializers.add(value)
+        return value
+
+    def constant(self, base: str, array: np.ndarray) -> ir.Value:
+        """A new small constant of the main graph."""
+        return self.initializer(base, ir.tensor(array))
+
+    def node(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        *,
+        name: str,
+        domain: str = "",
+        attributes: dict[str, int | float | str | list[int]] | None = None,
+        dtype: ir.DataType | None = None,
+        shape: Sequence[int | str | None] | ir.Shape | None = None,
+    ) -> ir.Node:
+        """A new node with one output, not yet placed; its names are made unique."""
+        unique = self.unique(name)
+        node = ir.node(op_type, inputs, attributes, domain=domain, name=unique)
+        output = node.outputs[0]
+        output.name = self.unique(f"{unique}_output")
+        output.type = ir.TensorType(dtype) if dtype is not None else None
+        output.shape = ir.Shape(shape) if shape is not None else None
+        if domain not in self.model.opset_imports:
+            self.model.opset_imports[domain] = 1
+        return node
+
+    def insert_before(self, anchor: ir.Node, nodes: Iterable[ir.Node]) -> None:
+        """Place new nodes in front of `anchor`, in its scope."""
+        graph = anchor.graph
+        assert graph is not None
+        graph.insert_before(anchor, list(nodes))
+
+    def replace(self, old: ir.Node, new: Sequence[ir.Node]) -> None:
+        """Put `new` (last one gives the result) where `old` was; it inherits names and type."""
+        graph = old.graph
+        if graph is None or len(old.outputs) != 1:
+            raise GraphError(f"cannot replace {old.op_type} {old.name}: not a placed node of one output")
+        before, after = old.outputs[0], new[-1].outputs[0]
+        name, kind, shape = before.name, before.type, before.shape
+        graph.insert_before(old, list(new))
+        before.replace_all_uses_with(after, replace_graph_outputs=True)
+        graph.remove(old, safe=True)
+        before.name = None
+        after.name, after.type, after.shape = name, kind, shape
+
+    def drop_unused(self, nodes: Iterable[ir.Node]) -> None:
+        """Remove those of `nodes` (readers last) that nobody reads any more, and their constants."""
+        for node in reversed(list(nodes)):
+            if node.graph is None or any(_read(output) for output in node.outputs):
+                continue
+            inputs = [value for value in node.inputs if value is not None]
+            node.graph.remove(node, safe=True)
+            for value in inputs:
+                drop_constant(value)
+
+
+def _read(value: ir.Value) -> bool:
+    return bool(value.uses()) or value.is_graph_output()
+
+
+def drop_constant(value: ir.Value) -> None:
+    """Remove an initializer that nobody reads."""
+    if value.is_initializer() and not _read(value) and not value.is_graph_input():
+        graph = value.graph
+        assert graph is not None and value.name is not None
+        del graph.initializers[value.name]
+
+
+def _all_names(model: ir.Model) -> Iterable[str]:
+    for graph in graphs(model):
+        yield from (value.name for value in graph.inputs if value.name)
+        yield from graph.initializers
+        for node in graph:
+            if node.name:
+                yield node.name
+            yield from (value.name for value in node.outputs if value.name)
+
+
+def graphs(model: ir.Model) -> Iterable[ir.Graph]:
+    """The main graph and every body in it."""
+    yield model.graph
+    yield from model.graph.subgraphs()
+
+
+def walk(model: ir.Model, visit: Callable[[ir.Node], None]) -> None:
+    """Call `visit` for each node of the main graph and its bodies, in order."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        visit(node)

@@ -1,0 +1,145 @@
+"""What lies at the place where a model is to be saved: nothing, our own work, or a stranger's.
+
+Our models carry the metadata key `qgraph`; their data is `<stem>-<hex of its content>.data`.
+Only such files are ever replaced or removed without `--force`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import onnx
+import onnx_ir as ir
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # has no types
+
+from qgraph.errors import InputError
+from qgraph.model_tensors import all_tensors
+from qgraph.out_file import abandoned
+
+METADATA_KEY = "qgraph"
+# A model of ours with a data file is far smaller; a larger one holds its data itself.
+_WITH_DATA_FILE_BYTES = 200_000_000
+_METADATA_PROPS = 14
+_LENGTH_DELIMITED = 2
+_FIXED = {1: 8, 5: 4}
+
+
+def check_output(output: Path, *, force: bool = False, protect: Collection[Path] = ()) -> None:
+    """Refuse an output that cannot be written or would destroy something; touches nothing.
+
+    protect: files that must stay as they are, the input's.
+
+    Raises:
+        InputError: no such folder, no permission, a folder, one of `protect`, or a file that
+            qgraph did not write (unless `force`).
+    """
+    folder = output.parent
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder}: create it, or choose another output")
+    if output.is_dir():
+        raise InputError(f"the output {output} is a folder: name a file in it")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"no permission to write in {folder}: choose another output")
+    if any(_same_file(output, path) for path in protect):
+        raise InputError(
+            f"the output {output} is a file of the input, which would be lost: "
+            "choose another name (-o)"
+        )
+    if output.exists() and not output.is_file():
+        raise InputError(f"the output {output} is no regular file: choose another name (-o)")
+    if output.exists() and not force and not is_ours(output):
+        raise InputError(
+            f"{output} exists and was not written by qgraph: choose another name (-o), "
+            "or --force to replace it"
+        )
+
+
+def is_ours(path: Path) -> bool:
+    """Whether qgraph wrote the model `path`; reads a few bytes of a file of any size."""
+    try:
+        with path.open("rb") as file:
+            for entry in _fields(file, _METADATA_PROPS):
+                if onnx.StringStringEntryProto.FromString(entry).key == METADATA_KEY:
+                    return True
+    except (DecodeError, EOFError):
+        return False
+    return False
+
+
+def data_files(path: Path, stem: str) -> set[str]:
+    """Names of the data files that our model `path` names and that qgraph made for `stem`."""
+    if not path.is_file() or path.stat().st_size > _WITH_DATA_FILE_BYTES or not is_ours(path):
+        return set()
+    try:
+        model = ir.serde.deserialize_model(onnx.load_model(path, load_external_data=False))
+    except DecodeError:
+        return set()
+    locations = {
+        os.fspath(t.location) for t in all_tensors(model) if isinstance(t, ir.ExternalTensor)
+    }
+    ours = re.compile(re.escape(stem) + r"-[0-9a-f]{8,64}\.data")
+    return {name for name in locations if ours.fullmatch(name)}
+
+
+def remove_abandoned(output: Path, stem: str) -> None:
+    """Remove what killed saves to `output` left behind.
+
+    The temporary .onnx of a save that was killed between its two renames names a data file that
+    no model uses.
+    """
+    kept = data_files(output, stem)
+    for path in abandoned(output.parent, output.name):
+        for name in data_files(path, stem) - kept:
+            remove_data(path.parent / name)
+        path.unlink()
+    for path in abandoned(output.parent, f"{stem}.data"):
+        path.unlink()
+
+
+def remove_data(path: Path, protect: Collection[Path] = ()) -> None:
+    """Remove a data file of ours, unless it is a link or one of `protect`."""
+    if path.is_file() and not path.is_symlink() and not any(_same_file(path, p) for p in protect):
+        path.unlink()
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    """Whether two paths name one file, links followed; neither needs to exist."""
+    return os.path.realpath(a) == os.path.realpath(b) or (
+        a.exists() and b.exists() and a.samefile(b)
+    )
+
+
+def _fields(file: BinaryIO, number: int) -> Iterator[bytes]:
+    """The length-delimited fields `number` of a serialized message; others are skipped over."""
+    size = os.fstat(file.fileno()).st_size
+    while (tag := _varint(file)) is not None:
+        field, wire_type = tag >> 3, tag & 7
+        if not field:
+            raise EOFError
+        if wire_type == 0:
+            _varint(file)
+            continue
+        length = _varint(file) if wire_type == _LENGTH_DELIMITED else _FIXED.get(wire_type)
+        if length is None or file.tell() + length > size:
+            raise EOFError
+        if field == number:
+            yield file.read(length)
+        else:
+            file.seek(length, os.SEEK_CUR)
+
+
+def _varint(file: BinaryIO) -> int | None:
+    """A base-128 number, low bits first; None at the end of the file."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = file.read(1)
+        if not byte:
+            return None
+        value |= (byte[0] & 0x7F) << shift
+        if byte[0] < 0x80:
+            return value
+    raise EOFError

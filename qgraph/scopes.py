@@ -1,0 +1,25 @@
+"""The scopes of a graph: itself and the bodies of its If, Loop and Scan nodes, at any depth."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+
+def bodies(node: ir.Node) -> tuple[ir.Graph, ...]:
+    """The graphs that a node holds in its attributes."""
+    found: list[ir.Graph] = []
+    for attr in node.attributes.data.values():
+        if attr.type == ir.AttributeType.GRAPH and not attr.is_ref():
+            found.append(attr.as_graph())
+        elif attr.type == ir.AttributeType.GRAPHS and not attr.is_ref():
+            found.extend(attr.as_graphs())
+    return tuple(found)
+
+
+def scopes(graph: ir.Graph) -> list[ir.Graph]:
+    """`graph`, then the bodies in it in the order of their nodes, each followed by its own."""
+    found = [graph]
+    for node in graph:
+        for body in bodies(node):
+            found.extend(scopes(body))
+    return found

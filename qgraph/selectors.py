@@ -1,0 +1,73 @@
+"""Selectors: how a user names sites. Globs on node or weight names, roles, first or last layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+
+from qgraph.errors import InputError
+from qgraph.registry import did_you_mean
+from qgraph.sites import Site
+
+ROLES = ("linear", "head", "embedding")
+MODULE = "qgraph.module"
+"""Key of `Node.meta`: the torch module that a node came from, where the exporter told."""
+_LAYER = re.compile(r"(?:^|[./_])(?:layers?|blocks?|h|stages?)[./_](\d+)(?:[./_]|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Selector:
+    """`GLOB` on a node or weight name, `role:head`, `first:2` or `last:2` (layers)."""
+
+    text: str
+
+    def matches(self, site: Site, layers: int) -> bool:
+        """Whether this selector names `site`, in a model of `layers` layers."""
+        kind, _, rest = self.text.partition(":")
+        if kind == "role":
+            return site.role == rest
+        if kind in ("first", "last") and rest.isdigit():
+            layer = layer_of(site)
+            if layer is None:
+                return False
+            return layer < int(rest) if kind == "first" else layer >= layers - int(rest)
+        return any(fnmatch.fnmatchcase(name, self.text) for name in names_of(site))
+
+
+def names_of(site: Site) -> tuple[str, ...]:
+    """The names by which users know a site: node, weight, and the module it came from."""
+    module = site.node.meta.get(MODULE)
+    return tuple(name for name in (site.name, site.weight_name, module) if name)
+
+
+def layer_of(site: Site) -> int | None:
+    """The layer's number in any of the site's names, or None."""
+    for name in names_of(site):
+        found = _LAYER.search(name)
+        if found:
+            return int(found.group(1))
+    return None
+
+
+def layer_count(sites: Iterable[Site]) -> int:
+    """One more than the largest layer number."""
+    return max((layer for site in sites if (layer := layer_of(site)) is not None), default=-1) + 1
+
+
+def check(selectors: Sequence[str], sites: Sequence[Site]) -> None:
+    """Refuse selectors that match no site.
+
+    Raises:
+        InputError: with the names that are nearest, per selector.
+    """
+    layers = layer_count(sites)
+    lost = [t for t in selectors if not any(Selector(t).matches(s, layers) for s in sites)]
+    if not lost:
+        return
+    known = sorted({name for site in sites for name in names_of(site)})
+    known += [f"role:{role}" for role in sorted({site.role for site in sites})]
+    lines = [f"{text!r} matches no site{did_you_mean(text, known)}" for text in lost]
+    shown = ", ".join(repr(name) for name in known[:4])
+    raise InputError(f"selector {'; '.join(lines)} (there are {len(known)} names, such as {shown})")

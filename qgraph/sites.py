@@ -1,0 +1,399 @@
+"""Sites: the places where a graph uses a weight. The one walk that finds them.
+
+A site is a linear (MatMul, Gemm, FusedMatMul), an embedding (Gather of rows), or a fused
+quantized op. Its weight is a constant behind a view, or what a dequantizing node gives; where
+it cannot be reached the site carries the reason, so that nothing is skipped in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from qgraph.capabilities import GATHER_BLOCK_QUANTIZED, MATMUL_NBITS
+from qgraph.constants import FLOATS, open_array
+from qgraph.errors import GraphError
+from qgraph.formats.base import Array
+from qgraph.view import NotAView, View, is_view_op, trace
+
+Role = Literal["linear", "head", "embedding"]
+State = Literal["float", "dequantize", "qdq", "fused"]
+QGRAPH_DOMAIN = "qgraph"
+CONTRIB = "com.microsoft"
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why a site cannot be quantized: a reason code and what was found."""
+
+    code: str
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weight:
+    """A weight `[n, k]` as a site reads it.
+
+    root: the constant, or the output of the node that dequantizes.
+    key: equal for two sites that read the same elements in the same orientation.
+    dtype: the type in which the site reads it.
+    experts: length of a leading axis (1 for plain weights).
+    """
+
+    root: ir.Value
+    view: View
+    n: int
+    k: int
+    dtype: ir.DataType
+    key: Hashable
+    experts: int = 1
+
+    @property
+    def name(self) -> str:
+        """The constant's own name."""
+        return self.root.name or ""
+
+    @property
+    def tensor(self) -> ir.TensorProtocol:
+        """The constant's data; only for a float constant."""
+        tensor = self.root.const_value
+        if tensor is None:
+            raise GraphError(f"weight {self.name} is no constant")
+        return tensor
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the root itself is `[n, k]`, row by row, with nothing cast or scaled."""
+        root = self.root.const_value.shape if self.root.const_value is not None else self.root.shape
+        if root is None or self.view.casts or self.view.factor != 1.0:
+            return False
+        dims = root.numpy()
+        return self.view.signature(dims) == View().then("reshape", (self.n, self.k)).signature(dims)
+
+    def rows(self, start: int, stop: int) -> Array:
+        """Rows `start:stop` of `[n, k]` as contiguous float32 (a mapped view where possible)."""
+        shown = self.view.shape_of(open_array(self.tensor))[start:stop]
+        block = self.view.to_float(np.ascontiguousarray(shown))
+        return np.ascontiguousarray(block)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Site:
+    """One place where a weight is used.
+
+    position: the index of the weight among the node's inputs.
+    chain: the nodes between the weight's root and the site, root first.
+    dequantizer: the node that gives the weight, where `state` is "dequantize" or "qdq".
+    dtype: the activation's type.
+    """
+
+    name: str
+    node: ir.Node
+    op: str
+    role: Role
+    state: State
+    n: int
+    k: int
+    position: int
+    weight_name: str
+    dtype: ir.DataType | None
+    weight: Weight | None = None
+    refusal: Refusal | None = None
+    chain: tuple[ir.Node, ...] = ()
+    dequantizer: ir.Node | None = None
+
+    @property
+    def activation(self) -> ir.Value:
+        """The input that is multiplied, or the indices of an embedding."""
+        value = self.node.inputs[0 if self.state == "fused" and self.role != "embedding" else self._at]
+        assert value is not None
+        return value
+
+    @property
+    def _at(self) -> int:
+        return 1 if self.position == 0 else 0
+
+    @property
+    def scope(self) -> ir.Graph:
+        """The graph that holds the node."""
+        graph = self.node.graph
+        assert isinstance(graph, ir.Graph)
+        return graph
+
+
+def find_sites(model: ir.Model) -> list[Site]:
+    """All sites of the main graph and its bodies, in graph order."""
+    found: list[Site] = []
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        finder = _FINDERS.get((node.domain, node.op_type))
+        site = finder(node) if finder else None
+        if site is not None:
+            found.append(site)
+    return _with_heads(found, model)
+
+
+def _known(value: ir.Value, rank: int) -> bool:
+    return value.shape is not None and len(value.shape) == rank
+
+
+def _from_weight(
+    node: ir.Node,
+    position: int,
+    role: Role,
+    orient: Callable[[View, int], View],
+    factor: float = 1.0,
+) -> Site | None:
+    """The site of `node` whose weight is input `position`, or None if it reads no weight."""
+    value, other = node.inputs[position], node.inputs[1 - position]
+    if value is None or other is None:
+        return None
+    origin = _origin(value)
+    if origin.kind == "activation" or (origin.kind == "constant" and _is_constant(other)):
+        return None
+    site = Site(
+        name=node.name or "",
+        node=node,
+        op=node.op_type,
+        role=role,
+        state="float",
+        n=0,
+        k=0,
+        position=position,
+        weight_name=value.name or "",
+        dtype=value.dtype if role == "embedding" else (other.dtype or value.dtype),
+    )
+    try:
+        chain = trace(value)
+    except NotAView as error:
+        return _refused(_sized(site, origin.largest), "WEIGHT_VIEW", str(error.args[0]))
+    producer = chain.root.producer()
+    state = _state_of(producer)
+    if state == "float" and chain.root.const_value is None:
+        by = f"{producer.op_type} {producer.name}" if producer is not None else "an input"
+        detail = f"its weight is computed by {by}"
+        return _refused(_sized(site, origin.largest), "WEIGHT_NOT_CONSTANT", detail)
+    site = dataclasses.replace(
+        site,
+        state=state,
+        chain=chain.nodes,
+        weight_name=_codes_name(producer, chain.root.name or ""),
+        dequantizer=producer,
+    )
+    view = dataclasses.replace(chain.view, factor=factor)
+    return _measured(site, chain.root, view, orient)
+
+
+def _is_constant(value: ir.Value) -> bool:
+    return _origin(value).kind == "constant"
+
+
+def _sized(site: Site, constant: ir.Value | None) -> Site:
+    """The site with the name and size of the constant that its weight is computed from."""
+    if constant is None or constant.const_value is None:
+        return site
+    *lead, n, k = constant.const_value.shape.numpy()
+    n *= int(np.prod(lead, dtype=np.int64))
+    return dataclasses.replace(site, n=n, k=k, weight_name=constant.name or site.weight_name)
+
+
+def _codes_name(producer: ir.Node | None, otherwise: str) -> str:
+    codes = producer.inputs[0] if producer is not None else None
+    return (codes.name if codes is not None else None) or otherwise
+
+
+def _measured(site: Site, root: ir.Value, view: View, orient: Callable[[View, int], View]) -> Site:
+    """Fill in shape and weight, or the reason why there is none."""
+    shape = root.const_value.shape if root.const_value is not None else root.shape
+    dtype = root.const_value.dtype if root.const_value is not None else root.dtype
+    if shape is None or not all(isinstance(d, int) for d in shape):
+        return _refused(site, "WEIGHT_NOT_CONSTANT", f"the shape of {root.name} is not known")
+    dims = tuple(int(d) for d in shape)
+    if site.state == "float" and dtype not in FLOATS:
+        found = "unknown" if dtype is None else dtype.name.lower()
+        return _refused(site, "WEIGHT_TYPE", f"weight {root.name} is {found}")
+    try:
+        rank = view.shape_of(np.empty(dims, np.uint8)).ndim
+        oriented = orient(view, rank)
+        signature = oriented.signature(dims)
+    except NotAView as error:
+        return _refused(site, "WEIGHT_VIEW", str(error.args[0]))
+    shown = signature[0]
+    if len(shown) != 2:
+        n, k = (shown[-2], shown[-1]) if len(shown) > 2 else (1, shown[-1] if shown else 1)
+        site = dataclasses.replace(site, n=n, k=k)
+        return _refused(site, "WEIGHT_RANK", f"weight {root.name} has shape {list(dims)}")
+    n, k = shown
+    read_as = oriented.casts[-1] if oriented.casts else dtype
+    assert read_as is not None
+    weight = Weight(root, oriented, n, k, read_as, (root.name, *signature))
+    return dataclasses.replace(site, n=n, k=k, weight=weight)
+
+
+def _refused(site: Site, code: str, detail: str) -> Site:
+    return dataclasses.replace(site, refusal=Refusal(code, detail))
+
+
+def _state_of(producer: ir.Node | None) -> State:
+    if producer is None:
+        return "float"
+    if producer.domain == QGRAPH_DOMAIN and producer.op_type.startswith("Dequantize"):
+        return "dequantize"
+    if producer.domain == "" and producer.op_type == "DequantizeLinear":
+        return "qdq"
+    return "float"
+
+
+def _swap(view: View, rank: int) -> View:
+    """`[…, K, N]` → `[…, N, K]`, leading axes of length 1 dropped."""
+    if rank < 2:
+        return view
+    order = (*range(rank - 2), rank - 1, rank - 2)
+    return view.then("transpose", order) if rank == 2 else _drop(view.then("transpose", order), rank)
+
+
+def _keep(view: View, rank: int) -> View:
+    return view if rank <= 2 else _drop(view, rank)
+
+
+def _drop(view: View, rank: int) -> View:
+    """Squeeze leading axes; a leading axis longer than 1 (experts) stays and shows as rank 3."""
+    return view.then("leading", rank)
+
+
+def _on_matmul(node: ir.Node) -> Site | None:
+    """MatMul, FusedMatMul and Gemm: the weight is operand B, stored as [K, N] or, transB, [N, K]."""
+    alpha = node.attributes.get_float("alpha", 1.0)
+    orient = _keep if node.attributes.get_int("transB", 0) else _swap
+    site = _from_weight(node, 1, "linear", orient, alpha)
+    if site is not None:
+        return site
+    left = _from_weight(node, 0, "linear", _keep, alpha)
+    if left is None or left.refusal is not None:
+        return left
+    return _refused(left, "WEIGHT_ON_THE_LEFT", f"weight {left.weight_name} is operand A")
+
+
+def _on_gather(node: ir.Node) -> Site | None:
+    data, indices = node.inputs[0], node.inputs[1]
+    if data is None or indices is None or node.attributes.get_int("axis", 0) != 0:
+        return None
+    root = data
+    while (producer := root.producer()) is not None and is_view_op(producer):
+        source = producer.inputs[0]
+        assert source is not None
+        root = source
+    is_table = root.const_value is not None and len(root.const_value.shape) == 2
+    is_table = is_table and root.const_value is not None and root.const_value.dtype in FLOATS
+    if not is_table and _state_of(root.producer()) == "float":
+        return None
+    return _from_weight(node, 0, "embedding", lambda view, rank: view)
+
+
+def _on_matmul_nbits(node: ir.Node) -> Site | None:
+    return _fused(node, 1, "linear", node.attributes.get_int("N", 0), node.attributes.get_int("K", 0))
+
+
+def _on_gather_block_quantized(node: ir.Node) -> Site | None:
+    data, scales = node.inputs[0], node.inputs[2]
+    shape = data.shape if data is not None else None
+    n = int(shape[0]) if shape is not None and isinstance(shape[0], int) else 0
+    bits = node.attributes.get_int("bits", 4)
+    k = int(shape[1]) * 8 // bits if shape is not None and isinstance(shape[1], int) else 0
+    dtype = scales.dtype if scales is not None else None
+    return dataclasses.replace(_fused(node, 0, "embedding", n, k), dtype=dtype)
+
+
+def _fused(node: ir.Node, position: int, role: Role, n: int, k: int) -> Site:
+    codes, activation = node.inputs[position], node.inputs[0]
+    while codes is not None and (producer := codes.producer()) is not None and is_view_op(producer):
+        codes = producer.inputs[0]
+    return Site(
+        name=node.name or "", node=node, op=node.op_type, role=role, state="fused", n=n, k=k,
+        position=position, weight_name=(codes.name if codes is not None else None) or "",
+        dtype=activation.dtype if activation is not None else None,
+    )
+
+
+_FINDERS: dict[tuple[str, str], Callable[[ir.Node], Site | None]] = {
+    ("", "MatMul"): _on_matmul,
+    (CONTRIB, "FusedMatMul"): _on_matmul,
+    ("", "Gemm"): _on_matmul,
+    ("", "Gather"): _on_gather,
+    (CONTRIB, MATMUL_NBITS.partition("::")[2]): _on_matmul_nbits,
+    (CONTRIB, GATHER_BLOCK_QUANTIZED.partition("::")[2]): _on_gather_block_quantized,
+}
+
+_WEIGHT_LIKE = frozenset(
+    "Add Sub Mul Div Neg Pow Sqrt Abs Clip Concat Where Expand Tile Pad Constant ConstantOfShape "
+    "CastLike DequantizeLinear QuantizeLinear Tanh Exp Sign Softmax ReduceL2 ReduceSum".split()
+)
+"""Ops that a weight may pass before it is used (weight norm, scaling, fake quantization)."""
+
+@dataclasses.dataclass(frozen=True)
+class _Origin:
+    """Where a MatMul's operand comes from.
+
+    constant: from constants alone. computed: a float constant of rank 2 or more that weight-like
+    ops change with something known only at run time. activation: anything else.
+    largest: the largest float constant found on the way.
+    """
+
+    kind: Literal["constant", "computed", "activation"]
+    largest: ir.Value | None = None
+
+
+def _origin(value: ir.Value | None, limit: int = 256) -> _Origin:
+    pending, seen = [value], set[int]()
+    dynamic, largest, size = False, None, 0
+    while pending:
+        item = pending.pop()
+        if item is None or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if len(seen) > limit:
+            return _Origin("activation")
+        if item.const_value is not None:
+            tensor = item.const_value
+            if tensor.dtype in FLOATS and len(tensor.shape) >= 2 and tensor.size > size:
+                largest, size = item, tensor.size
+            continue
+        node = item.producer()
+        if node is None:
+            dynamic = True
+            continue
+        known = is_view_op(node) or (node.domain == "" and node.op_type in _WEIGHT_LIKE)
+        if not known and _state_of(node) != "dequantize":
+            return _Origin("activation")
+        pending.extend(node.inputs)
+    if not dynamic:
+        return _Origin("constant", largest)
+    return _Origin("computed" if size > 1 else "activation", largest)
+
+
+def _with_heads(sites: list[Site], model: ir.Model) -> list[Site]:
+    """Call a linear whose result reaches a graph output through views and elementwise ops a head."""
+    outputs = {id(value) for value in model.graph.outputs}
+    widest = max((s.n for s in sites if s.role == "linear"), default=0)
+    return [
+        dataclasses.replace(site, role="head")
+        if site.role == "linear" and site.n == widest and _reaches(site.node, outputs)
+        else site
+        for site in sites
+    ]
+
+
+_AFTER_HEAD = frozenset("Add Mul Div Cast Reshape Identity Tanh Softmax LogSoftmax Slice Squeeze".split())
+
+
+def _reaches(node: ir.Node, outputs: set[int], depth: int = 6) -> bool:
+    for output in node.outputs:
+        if id(output) in outputs:
+            return True
+        followers = [use.node for use in output.uses() if use.node.op_type in _AFTER_HEAD]
+        if depth and any(_reaches(follower, outputs, depth - 1) for follower in followers):
+            return True
+    return False

@@ -1,0 +1,37 @@
+"""Which functions of the `qgraph` domain are ours: by their bodies, never by their names."""
+
+from __future__ import annotations
+
+import functools
+
+import onnx_ir as ir
+
+from qgraph import registry
+
+
+def trusted(function: ir.Function) -> bool:
+    """Whether `function` has exactly the body that a format of ours generates."""
+    opset = function.graph.opset_imports.get("", 0)
+    wanted = _generated(opset).get(function.name)
+    return wanted is not None and _spelled(function) == wanted
+
+
+@functools.cache
+def _generated(opset: int) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for name in registry.names("format"):
+        function = registry.load("format", name).function(opset)
+        found[function.name] = _spelled(function)
+    return found
+
+
+def _spelled(function: ir.Function) -> bytes:
+    """The function's meaning as bytes, without documentation and metadata."""
+    proto = ir.serde.serialize_function(function)
+    proto.ClearField("doc_string")
+    proto.ClearField("metadata_props")
+    proto.ClearField("value_info")
+    for node in proto.node:
+        node.ClearField("metadata_props")
+        node.ClearField("doc_string")
+    return proto.SerializeToString(deterministic=True)

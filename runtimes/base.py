@@ -1,0 +1,108 @@
+"""What every runtime offers: capabilities, sessions, and a profile of what really ran."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from qgraph.capabilities import Capabilities
+
+Arrays: TypeAlias = dict[str, NDArray[Any]]
+Feeds: TypeAlias = Mapping[str, NDArray[Any]]
+Model: TypeAlias = str | Path | bytes | ir.Model
+"""A path (the form for models of any size), a serialized model, or a small graph."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueSpec:
+    """One input or output of a session.
+
+    dtype: numpy's name of the element type ("float32", "int64", "bool", "bfloat16", …).
+    shape: an int per fixed dimension, a str per symbolic one, None per unnamed one.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...]
+
+
+class Session(Protocol):
+    """A model that is loaded and can be run."""
+
+    @property
+    def inputs(self) -> tuple[ValueSpec, ...]:
+        """What `run` wants."""
+
+    @property
+    def outputs(self) -> tuple[ValueSpec, ...]:
+        """What `run` gives."""
+
+    def run(self, feeds: Feeds) -> Arrays:
+        """All outputs by name.
+
+        Raises:
+            InputError: a feed is missing, unknown, or of the wrong type or shape.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelRun:
+    """One node as it ran: `calls` in all profiled runs, `microseconds` per call on average.
+
+    node: the name in the graph that really ran, which an optimizer may have rewritten.
+    domain: "" for ONNX's own operators.
+    """
+
+    node: str
+    op: str
+    domain: str
+    provider: str
+    calls: int
+    microseconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime(ABC):
+    """What executes a graph for one target.
+
+    target: its name in the registry. provider: the execution provider it stands for.
+    """
+
+    target: str
+    provider: str
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What the kernels take: installed ones where the runtime is installed, else predicted."""
+
+    @abstractmethod
+    def open(
+        self, model: Model, *, reference: bool = False, accuracy_level: int = 4, threads: int = 0
+    ) -> Session:
+        """Load a model.
+
+        Args:
+            model: a path, bytes, or a graph of less than 1 GB.
+            reference: run the nodes as written, without any graph optimization.
+            accuracy_level: what Q/DQ products take that the runtime fuses by itself.
+            threads: threads within a node; 0 is the runtime's default.
+
+        Raises:
+            InputError: the runtime refuses the model; one line says why, with node and op.
+            MissingExtra: the runtime, or the provider, is not installed.
+        """
+
+    @abstractmethod
+    def profile(self, model: Model, feeds: Feeds, *, runs: int = 3) -> list[KernelRun]:
+        """Every node that ran, in order of execution, over `runs` runs after one to warm up."""
+
+    def run(self, model: Model, feeds: Sequence[Feeds]) -> list[Arrays]:
+        """Open a model once and run it on each of `feeds`: the callable that checks take."""
+        session = self.open(model)
+        return [session.run(each) for each in feeds]

@@ -1,0 +1,79 @@
+"""ONNX Runtime: the targets `ort-cpu` and `ort-cuda`, and `qdq`, which any runtime can run.
+
+`qdq` spells quantized weights as DequantizeLinear; the CPU runs it here for checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from qgraph.capabilities import Capabilities
+from qgraph.runtimes.base import Feeds, KernelRun, Model, Runtime, Session
+from qgraph.runtimes.feeds import synthesize_feeds
+from qgraph.runtimes.ort_kernels import (
+    CPU_PROVIDER,
+    CUDA_PROVIDER,
+    MEASURED_ON,
+    available_providers,
+    installed_version,
+    rules,
+)
+from qgraph.runtimes.ort_levels import level_difference, level_is_real
+from qgraph.runtimes.ort_session import open_session
+
+__all__ = [
+    "CPU",
+    "CUDA",
+    "QDQ",
+    "OrtRuntime",
+    "level_difference",
+    "level_is_real",
+    "synthesize_feeds",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class OrtRuntime(Runtime):
+    """ONNX Runtime on one execution provider."""
+
+    target: str = "ort-cpu"
+    provider: str = CPU_PROVIDER
+
+    def capabilities(self) -> Capabilities:
+        """See `Runtime.capabilities`."""
+        return Capabilities(self.target, self.provider, self._title(), rules(self.target))
+
+    def open(
+        self, model: Model, *, reference: bool = False, accuracy_level: int = 4, threads: int = 0
+    ) -> Session:
+        """See `Runtime.open`."""
+        return open_session(
+            model,
+            providers=self._providers(),
+            reference=reference,
+            accuracy_level=accuracy_level,
+            threads=threads,
+        )
+
+    def profile(self, model: Model, feeds: Feeds, *, runs: int = 3) -> list[KernelRun]:
+        """See `Runtime.profile`."""
+        from qgraph.runtimes.ort_profile import profile_model
+
+        return profile_model(model, feeds, runs=runs, providers=self._providers())
+
+    def _providers(self) -> tuple[str, ...]:
+        """The target's provider, then the CPU for what it has no kernel for."""
+        return tuple(dict.fromkeys((self.provider, CPU_PROVIDER)))
+
+    def _title(self) -> str:
+        version = installed_version()
+        if version is None:
+            return f"ONNX Runtime {MEASURED_ON} (not installed)"
+        if self.provider not in available_providers():
+            return f"ONNX Runtime {version} (without {self.provider})"
+        return f"ONNX Runtime {version}"
+
+
+CPU = OrtRuntime("ort-cpu", CPU_PROVIDER)
+CUDA = OrtRuntime("ort-cuda", CUDA_PROVIDER)
+QDQ = OrtRuntime("qdq", CPU_PROVIDER)

@@ -1,0 +1,160 @@
+"""What ONNX Runtime's kernels take: its own lists, what was measured, and a self-test.
+
+Which ops, types and opsets exist is asked of the installed build. What its lists do not say
+(bits, block sizes, alignment, speed) is the table here. Whether accuracy level 4 really computes
+in int8 depends on the processor: it is measured on the machine at hand, in about 60 ms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from qgraph.capabilities import (
+    DEQUANTIZE_LINEAR,
+    GATHER_BLOCK_QUANTIZED,
+    MATMUL_NBITS,
+    KernelRule,
+)
+from qgraph.errors import MissingExtra
+from qgraph.runtimes.ort_levels import level_is_real
+from qgraph.runtimes.ort_session import bindings, onnxruntime
+
+CPU_PROVIDER = "CPUExecutionProvider"
+CUDA_PROVIDER = "CUDAExecutionProvider"
+
+MEASURED_ON = "1.32"
+"""The ONNX Runtime that the table was measured on: the CPU rows on x86 with AVX512-VNNI and with
+AVX2 only, which agree; the CUDA rows are from its documentation and sources."""
+
+BLOCKS = (16, 32, 64, 128, 256)
+_FLOATS = ("float32", "float16")
+_CUDA_FLOATS = ("float32", "float16", "bfloat16")
+_SLOW = "0.03 to 0.1 times the speed of a float MatMul"
+_F16 = "float16 activations are converted to float32 and back at each call on x86"
+
+_CPU = (
+    KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (4,), BLOCKS, (0, 4), note=_F16),
+    KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (8,), BLOCKS, (4,), note=_F16),
+    KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (2,), (32, 64, 128), (4,), note=_F16),
+    KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (2, 8), BLOCKS, (0,), slow=True, note=_SLOW),
+    KernelRule(GATHER_BLOCK_QUANTIZED, CPU_PROVIDER, _FLOATS, (2, 4, 8), BLOCKS),
+)
+_FAST = "prepacked kernel"
+_GENERAL = "general kernel, slower than the prepacked one"
+_CUDA = (
+    KernelRule(
+        MATMUL_NBITS, CUDA_PROVIDER, ("float16", "bfloat16"), (4,), (64, 128),
+        symmetric_only=True, n_multiple=64, k_whole_blocks=True, note=_FAST,
+    ),
+    KernelRule(
+        MATMUL_NBITS, CUDA_PROVIDER, ("float16", "bfloat16"), (8,), (64, 128),
+        symmetric_only=True, n_multiple=32, k_whole_blocks=True, note=_FAST,
+    ),
+    KernelRule(MATMUL_NBITS, CUDA_PROVIDER, _CUDA_FLOATS, (4, 8), BLOCKS, note=_GENERAL),
+    KernelRule(GATHER_BLOCK_QUANTIZED, CUDA_PROVIDER, _CUDA_FLOATS, (4, 8), BLOCKS),
+)  # fmt: skip
+_QDQ = (
+    # Blocks came with opset 21, as did 4 bits; 2 bits came with 25; float16 scales with 19.
+    KernelRule(DEQUANTIZE_LINEAR, CPU_PROVIDER, ("float32",), (8,), (0,), min_opset=13),
+    KernelRule(DEQUANTIZE_LINEAR, CPU_PROVIDER, ("float16",), (8,), (0,), min_opset=19),
+    KernelRule(DEQUANTIZE_LINEAR, CPU_PROVIDER, _FLOATS, (4, 8), min_opset=21),
+    KernelRule(DEQUANTIZE_LINEAR, CPU_PROVIDER, _FLOATS, (2,), min_opset=25),
+)
+_TABLE = {"ort-cpu": _CPU, "ort-cuda": _CUDA, "qdq": _QDQ}
+
+
+@functools.cache
+def rules(target: str) -> tuple[KernelRule, ...]:
+    """The kernels of `target`, in the order of preference.
+
+    A rule is `installed` where the installed ONNX Runtime lists its kernel, else `predicted`.
+    """
+    table = _TABLE[target]
+    provider = table[0].provider
+    version = installed_version()
+    if version is None or provider not in available_providers():
+        return tuple(dataclasses.replace(rule, origin="predicted") for rule in table)
+    found = (_installed(rule) for rule in table)
+    return tuple(tested for rule in found if rule for tested in _self_tested(rule))
+
+
+def installed_version() -> str | None:
+    """The version of the installed ONNX Runtime, or None."""
+    try:
+        return str(onnxruntime().__version__)
+    except MissingExtra:
+        return None
+
+
+def available_providers() -> list[str]:
+    """The execution providers of the installed ONNX Runtime."""
+    return list(onnxruntime().get_available_providers())
+
+
+def domains(op: str) -> set[str]:
+    """The domains in which the installed ONNX Runtime has a kernel of this name."""
+    return {domain for domain, name, _ in _kernels() if name == op}
+
+
+def _installed(rule: KernelRule) -> KernelRule | None:
+    """`rule` for the types that the installed kernel takes; None where there is no kernel."""
+    domain, _, op = rule.op.partition("::")
+    kernels = _kernels().get(("" if domain == "ai.onnx" else domain, op, rule.provider), ())
+    if rule.op == DEQUANTIZE_LINEAR:
+        kernels = tuple(k for k in kernels if _takes_codes(k, rule))
+    dtypes = tuple(d for d in rule.dtypes if any(_names(k, d) for k in kernels))
+    return dataclasses.replace(rule, dtypes=dtypes, origin="installed") if dtypes else None
+
+
+def _takes_codes(kernel: Any, rule: KernelRule) -> bool:
+    """Whether a DequantizeLinear reads codes of the rule's bits at the rule's opset."""
+    first, last = kernel.version_range
+    codes = {f"tensor({sign}int{bits})" for sign in ("", "u") for bits in rule.bits}
+    types = {each for listed in kernel.type_constraints.values() for each in listed}
+    return first <= rule.min_opset <= last and bool(codes & types)
+
+
+def _names(kernel: Any, dtype: str) -> bool:
+    """Whether a kernel's type constraints name `dtype`; a kernel that names no float takes f32."""
+    listed = {each for types in kernel.type_constraints.values() for each in types}
+    spelled = {"float32": "tensor(float)"}.get(dtype, f"tensor({dtype})")
+    floats = {"tensor(float)", "tensor(float16)", "tensor(bfloat16)"} & listed
+    return spelled in floats or (not floats and dtype == "float32")
+
+
+def _self_tested(rule: KernelRule) -> list[KernelRule]:
+    """`rule`, level 4 only for the types and blocks for which it is real on this processor."""
+    if 4 not in rule.levels or rule.op != MATMUL_NBITS:
+        return [rule]
+    result = []
+    for dtype in rule.dtypes:
+        each = dataclasses.replace(rule, dtypes=(dtype,), note=_note(rule, dtype))
+        real = {b for b in rule.blocks if all(level_is_real(n, b, dtype) for n in rule.bits)}
+        result += _split(each, tuple(b for b in rule.blocks if b in real))
+    return result
+
+
+def _note(rule: KernelRule, dtype: str) -> str:
+    return rule.note if dtype == "float16" else ""
+
+
+def _split(rule: KernelRule, real: tuple[int, ...]) -> list[KernelRule]:
+    """`rule` with level 4 for the blocks `real` and without it for the others."""
+    others = tuple(block for block in rule.blocks if block not in real)
+    lower = tuple(level for level in rule.levels if level != 4)
+    result = [dataclasses.replace(rule, blocks=real)] if real else []
+    if others and lower:
+        result.append(dataclasses.replace(rule, blocks=others, levels=lower))
+    return result
+
+
+@functools.cache
+def _kernels() -> dict[tuple[str, str, str], tuple[Any, ...]]:
+    """The kernel definitions of the installed build by domain, op and execution provider."""
+    listed: dict[tuple[str, str, str], tuple[Any, ...]] = {}
+    for kernel in bindings().get_all_opkernel_def():
+        key = (kernel.domain, kernel.op_name, kernel.provider)
+        listed[key] = (*listed.get(key, ()), kernel)
+    return listed

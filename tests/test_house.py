@@ -1,0 +1,226 @@
+"""The promises of the house: rooms, links, light imports, pinned names, README kept true."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import qgraph
+from qgraph import registry
+from qgraph.errors import InputError
+from qgraph.report import REASONS
+
+ROOT = Path(__file__).resolve().parents[1]
+LINKED = ("passes", "runtimes", "models")
+HEAVY = ("torch", "onnxruntime", "triton", "onnxscript", "onnx", "onnx_ir", "transformers")
+
+PUBLIC = {
+    "CoverageError",
+    "Decision",
+    "Explanation",
+    "Graph",
+    "GraphError",
+    "InputError",
+    "MissingExtra",
+    "NumericError",
+    "Override",
+    "QGraphError",
+    "QuantPlan",
+    "Recipe",
+    "Report",
+    "Result",
+    "Step",
+    "__version__",
+    "capture",
+    "explain",
+    "open",
+    "optimize",
+}
+
+REASON_CODES = {
+    "BITS_UNSUPPORTED",
+    "BLOCK_UNSUPPORTED",
+    "CUDA_ASYMMETRIC",
+    "CUDA_N_NOT_MULTIPLE",
+    "DQ_GRANULARITY",
+    "DQ_MULTIPLE_READERS",
+    "DTYPE_HAS_NO_KERNEL",
+    "EXCLUDED",
+    "FLOAT_ZERO_POINT_IS_SLOW",
+    "FP32_FALLBACK_KERNEL",
+    "GEMM_ALPHA_BETA",
+    "GRAPH_OUTPUT",
+    "GROUP_DOES_NOT_DIVIDE",
+    "HALF_CONVERTED",
+    "KERNEL_FAILED_CHECK",
+    "LEVEL_FAILED_CHECK",
+    "LEVEL_UNSUPPORTED",
+    "NON_FINITE_WEIGHT",
+    "NO_FUSED_KERNEL",
+    "OPSET_TOO_OLD",
+    "OVERRIDABLE_INPUT",
+    "SEPARATE_COPY",
+    "SHARED_WITH",
+    "SLOWER_THAN_FLOAT_AT_M",
+    "WEIGHT_NOT_CONSTANT",
+    "WEIGHT_ON_THE_LEFT",
+    "WEIGHT_RANK",
+    "WEIGHT_TOO_SMALL",
+    "WEIGHT_TYPE",
+    "WEIGHT_VIEW",
+}
+
+
+def python(code: str) -> str:
+    """What a fresh interpreter prints for `code`."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/"
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("code", ["import qgraph", "import qgraph.cli", "import qgraph.registry"])
+def test_imports_are_light(code: str) -> None:
+    heavy = f"import sys; {code}; print([m for m in {HEAVY!r} if m in sys.modules])"
+    assert python(heavy) == "[]"
+
+
+def test_help_loads_no_numpy() -> None:
+    code = (
+        "import sys; from qgraph.cli import run; run(['optimize', '--help']); "
+        "print('numpy' in sys.modules)"
+    )
+    assert python(code).endswith("False")
+
+
+def test_public_names_are_pinned() -> None:
+    assert set(qgraph.__all__) == PUBLIC
+    assert len(qgraph.__all__) == len(PUBLIC)
+    assert set(dir(qgraph)) == PUBLIC
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_names_resolve(name: str) -> None:
+    assert getattr(qgraph, name) is not None
+
+
+def test_no_module_hides_a_public_name() -> None:
+    modules = {path.stem for path in (ROOT / "qgraph").glob("*.py")}
+    modules |= {path.name for path in (ROOT / "qgraph").iterdir() if path.is_dir()}
+    assert not modules & PUBLIC
+
+
+def test_unknown_attribute_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'optimise'"):
+        _ = qgraph.optimise  # type: ignore[attr-defined]
+
+
+def test_reason_codes_are_pinned() -> None:
+    assert set(REASONS) == REASON_CODES
+    for code, reason in REASONS.items():
+        assert reason.code == code
+        assert code.isupper()
+        assert len(reason.meaning) > 10
+        assert len(reason.hint) > 8
+
+
+@pytest.mark.parametrize("room", LINKED)
+def test_rooms_are_relative_links(room: str) -> None:
+    link = ROOT / "qgraph" / room
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{room}"
+
+
+@pytest.mark.parametrize("room", LINKED)
+def test_rooms_refuse_their_bare_name(room: str) -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {room}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"import this package as qgraph.{room}" in done.stderr
+
+
+def test_registry_suggests_the_nearest_name() -> None:
+    with pytest.raises(InputError, match="did you mean 'int4' or 'uint4'"):
+        registry.load("format", "int44")
+
+
+@pytest.mark.parametrize(
+    "kind,name",
+    [
+        (kind, name)
+        for kind in ("format", "solver", "pass", "runtime", "target")
+        for name in registry.names(kind)
+    ],
+)
+def test_registry_entries_load(kind: registry.Kind, name: str) -> None:
+    assert registry.load(kind, name) is not None
+
+
+def test_passes_lie_in_the_file_of_their_name() -> None:
+    for name in registry.names("pass"):
+        assert registry.load("pass", name).__module__ == f"qgraph.passes.{name}"
+
+
+def sources() -> list[Path]:
+    rooms = ("qgraph", *LINKED)
+    return sorted(p for room in rooms for p in (ROOT / room).rglob("*.py") if not p.is_symlink())
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_one_file_imports_the_rewriter() -> None:
+    users = {p.name for p in sources() if any("onnxscript.rewriter" in m for m in imports(p))}
+    assert users <= {"rewrite.py"}
+
+
+def test_every_core_module_is_in_the_contract() -> None:
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = {c["id"]: c for c in table["tool"]["importlinter"]["contracts"]}
+    named = set(contracts["core"]["source_modules"])
+    may_import_rooms = {"__init__", "__main__", "pipeline"}
+    below = {"_version", "errors", "registry"}
+    modules = {path.stem for path in (ROOT / "qgraph").glob("*.py")}
+    assert named == {f"qgraph.{m}" for m in modules - may_import_rooms - below}
+
+
+def reasons_table() -> str:
+    """README's table of reason codes."""
+    rows = ["| code | what it means | way out |", "|---|---|---|"]
+    rows += [f"| `{r.code}` | {r.meaning} | {r.hint} |" for r in REASONS.values()]
+    return "\n".join(rows)
+
+
+def test_readme_lists_every_reason_code() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- reasons -->\n(.*?)\n<!-- /reasons -->", readme, re.DOTALL)
+    assert found is not None
+    assert found.group(1) == reasons_table()
+
+
+def test_readme_names_every_format_target_and_solver() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for kind in ("format", "target", "solver"):
+        for name in registry.names(kind):
+            assert f"`{name}`" in readme
+
+
+def test_no_text_points_at_this_machine() -> None:
+    pages = [*sources(), ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "pyproject.toml"]
+    for path in pages:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"(?<![\w.])/(home|root|work|opt|Users)/", text), path

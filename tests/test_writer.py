@@ -1,0 +1,782 @@
+"""Saving: right bytes at the right place, and all of a model or nothing, whatever goes wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from qgraph import data_units, quant_tensor, registry, saved_file, writer
+from qgraph.errors import InputError
+from qgraph.formats.base import Array, Format, Layout, QuantizedWeight
+from qgraph.quant_tensor import Deviation, QuantSource, QuantTensor
+from qgraph.writer import Save, save
+
+FLOAT = ir.TensorType(ir.DataType.FLOAT)
+QDQ = Layout("qdq")
+
+
+class ArraySource(QuantSource):
+    """Rows of an array, rounded by a real format; counts what the writer asks of it."""
+
+    def __init__(self, weight: Array, format: Format, name: str = "w") -> None:
+        self.weight = weight
+        self.format = format
+        self.n, self.k = weight.shape
+        self.scale_dtype = ir.DataType.FLOAT
+        self.name = name
+        self.calls: list[tuple[int, int]] = []
+        self.released = 0
+        self.active = self.most_active = 0
+        self._lock = threading.Lock()
+
+    def block(self, start: int, stop: int) -> QuantizedWeight:
+        with self._lock:
+            self.calls.append((start, stop))
+            self.active += (stop - start) * self.k * 4
+            self.most_active = max(self.most_active, self.active)
+        assert not self.released
+        result = self.format.quantize(self.weight[start:stop], self.scale_dtype)
+        with self._lock:
+            self.active -= (stop - start) * self.k * 4
+        return result
+
+    def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:
+        raise NotImplementedError
+
+    def release(self) -> None:
+        assert not self.active
+        self.released += 1
+
+
+def weights(n: int, k: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal((n, k)).astype(np.float32)
+
+
+def make_format(name: str, group: int = 32) -> Format:
+    return dataclasses.replace(registry.load("format", name), group=group)
+
+
+def source(n: int = 300, k: int = 161, name: str = "uint4", seed: int = 0) -> ArraySource:
+    return ArraySource(weights(n, k, seed), make_format(name))
+
+
+def parts(of: ArraySource, layout: Layout | None = None, name: str = "w") -> list[ir.Value]:
+    """Initializers for every part of a source."""
+    layout = layout or of.format.default_layout
+    return [
+        constant(f"{name}.{part}", QuantTensor(of, part, layout, f"{name}.{part}"))
+        for part in of.parts(layout)
+    ]
+
+
+def constant(name: str, tensor: Any) -> ir.Value:
+    if not isinstance(tensor, ir.TensorProtocol):
+        tensor = ir.tensor(tensor, name=name)
+    return ir.Value(
+        name=name,
+        shape=ir.Shape(tensor.shape.numpy()),
+        type=ir.TensorType(tensor.dtype),
+        const_value=tensor,
+    )
+
+
+def in_file(path: Path, array: Array, offset: int = 64) -> ir.ExternalTensor:
+    """`array` in a file of its own, as a tensor that is not read yet."""
+    path.write_bytes(b"\xee" * offset + array.tobytes() + b"\xee" * 7)
+    return ir.ExternalTensor(
+        path.name,
+        offset,
+        array.nbytes,
+        ir.DataType.from_numpy(array.dtype),
+        shape=ir.Shape(array.shape),
+        name=path.stem,
+        base_dir=path.parent,
+    )
+
+
+def model(nodes: list[ir.Node], initializers: list[ir.Value], k: int, **options: Any) -> ir.Model:
+    """The last node's output is the model's, its first graph input `x [m, k]`."""
+    x = next(v for node in nodes for v in node.inputs if v is not None and v.name == "x")
+    y = nodes[-1].outputs[0]
+    y.name, y.type = "y", FLOAT
+    graph = ir.Graph(
+        [x],
+        [y],
+        nodes=nodes,
+        initializers=initializers,
+        opset_imports={"": 21, "com.microsoft": 1},
+        name="g",
+    )
+    result = ir.Model(graph, ir_version=10, **options)
+    result.metadata_props["qgraph"] = "{}"
+    return result
+
+
+def x_input(k: int) -> ir.Value:
+    return ir.Value(name="x", shape=ir.Shape(["m", k]), type=FLOAT)
+
+
+def fused(of: ArraySource) -> ir.Model:
+    """x → MatMulNBits(uint4 groups of 32) → y."""
+    x, values = x_input(of.k), parts(of)
+    attributes = {"K": of.k, "N": of.n, "bits": 4, "block_size": 32}
+    node = ir.node("MatMulNBits", [x, *values], attributes, domain="com.microsoft")
+    return model([node], values, of.k)
+
+
+def with_float(of: ArraySource, kept: ir.TensorProtocol) -> ir.Model:
+    """x → MatMulNBits → Add(kept [1, N]) → y."""
+    x, values, bias = x_input(of.k), parts(of), constant("kept", kept)
+    attributes = {"K": of.k, "N": of.n, "bits": 4, "block_size": 32}
+    node = ir.node("MatMulNBits", [x, *values], attributes, domain="com.microsoft")
+    return model([node, ir.node("Add", [node.outputs[0], bias])], [*values, bias], of.k)
+
+
+def run(path: Path, k: int) -> Array:
+    """y for x = the identity."""
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, {"x": np.eye(k, dtype=np.float32)})[0])
+
+
+def dequantized(of: ArraySource) -> Array:
+    return of.format.dequantize(of.format.quantize(of.weight, of.scale_dtype))
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def data_file(folder: Path) -> Path:
+    [path] = folder.glob("*.data")
+    return path
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder / "model.int4.onnx"
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks and chunks even for small tensors."""
+    monkeypatch.setattr(data_units, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(data_units, "COPY_BYTES", 7_001)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    yield from mounted(tmp_path / "disk", "size=2m")
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder that nobody can write: root ignores permissions, not a read-only file system."""
+    folder = tmp_path / "locked"
+    if os.geteuid() == 0:
+        yield from mounted(folder, "ro")
+    else:
+        folder.mkdir(mode=0o500)
+        yield folder
+
+
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+class TestBytes:
+    def test_fused_model_runs(self, out: Path, small_units: None) -> None:
+        of = source()
+        files = save(fused(of), out)
+        assert files == [out, data_file(out.parent)]
+        assert re.fullmatch(r"model\.int4-[0-9a-f]{8}\.data", files[1].name)
+        assert len(list(out.parent.iterdir())) == 2
+        assert [n.op_type for n in onnx.load(out).graph.node] == ["MatMulNBits"]
+        np.testing.assert_allclose(run(out, of.k), dequantized(of).T, rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("name", ["int4", "uint4", "int8", "uint8", "int2", "uint2"])
+    @pytest.mark.parametrize("layout", ["blocks", "qdq"])
+    @pytest.mark.parametrize("k", [33, 161])
+    def test_blocks_of_rows_make_the_whole(
+        self, out: Path, small_units: None, name: str, layout: str, k: int
+    ) -> None:
+        of = source(1001, k, name)
+        chosen = QDQ if layout == "qdq" else of.format.default_layout
+        values = parts(of, chosen)
+        whole = of.format.pack(of.format.quantize(of.weight, of.scale_dtype), chosen)
+        with Save(loose(values), out) as saving:
+            data = saving.write_data()
+            assert len(of.calls) > 5
+            for value in values:
+                assert isinstance(value.const_value, QuantTensor)
+                tensor = data.tensors[str(value.name)]
+                assert tensor.tobytes() == whole[value.const_value.part].tobytes()
+                assert (tensor.dtype, tensor.shape) == (value.dtype, value.shape)
+
+    @pytest.mark.parametrize("name", ["int4", "uint4", "int8", "uint8"])
+    def test_qdq_runs(self, out: Path, small_units: None, name: str) -> None:
+        of = source(75, 161, name)
+        x, values = x_input(of.k), parts(of, QDQ)
+        nodes = [ir.node("DequantizeLinear", values, {"axis": 1, "block_size": 32})]
+        nodes.append(ir.node("Transpose", nodes[0].outputs, {"perm": [1, 0]}))
+        nodes.append(ir.node("MatMul", [x, nodes[1].outputs[0]]))
+        save(model(nodes, values, of.k), out)
+        np.testing.assert_allclose(run(out, of.k), dequantized(of).T, rtol=0, atol=1e-6)
+
+    def test_one_pass_fills_all_parts_of_all_layouts(self, out: Path, small_units: None) -> None:
+        of = source()
+        save(loose([*parts(of), *parts(of, QDQ, "v")]), out)
+        assert sorted(of.calls) == list(of.blocks(20_000))
+        assert of.released == 1
+
+    def test_a_part_used_twice_is_stored_once(self, out: Path) -> None:
+        of, kept = source(), in_file(out.parent.parent / "w.bin", weights(50, 50))
+        values = [*parts(of), *parts(of, name="again"), constant("a", kept)]
+        twin = ir.ExternalTensor(
+            "w.bin", 64, 10_000, kept.dtype, shape=kept.shape, name="b", base_dir=kept.base_dir
+        )
+        array = ir.tensor(weights(40, 40, 1))
+        values += [constant("b", twin), constant("c", array), constant("d", array)]
+        with Save(loose(values), out) as saving:
+            entries = saving.write_data().entries
+        assert entries["w.codes"] == entries["again.codes"]
+        assert entries["a"] == entries["b"]
+        assert entries["c"] == entries["d"]
+        assert len(set(entries.values())) == 4  # the zero points are small: in the .onnx
+
+    def test_offsets(self, out: Path) -> None:
+        arrays = [weights(n, 1) for n in (256, 300, 250_000, 257, 251_001)]
+        with Save(loose([constant(f"w{i}", a) for i, a in enumerate(arrays)]), out) as saving:
+            data = saving.write_data()
+            stored = data.path.read_bytes()
+        assert [data.entries[f"w{i}"].offset % 64 for i in range(5)] == [0] * 5
+        assert [data.entries[f"w{i}"].offset % 4096 for i in (2, 4)] == [0, 0]
+        end = 0
+        for i, array in enumerate(arrays):
+            offset, length = data.entries[f"w{i}"]
+            assert stored[offset : offset + length] == array.tobytes()
+            assert not any(stored[end:offset])
+            assert offset - end < (4096 if array.nbytes >= 1_000_000 else 64)
+            end = offset + length
+        assert len(stored) == data.size == end
+
+    def test_unchanged_tensors_are_copied_without_mapping_them(
+        self, out: Path, small_units: None
+    ) -> None:
+        kept = in_file(out.parent.parent / "w.bin", weights(170, 100))
+        save(loose([constant("kept", kept)]), out)
+        assert kept.raw is None
+        assert data_file(out.parent).read_bytes() == weights(170, 100).tobytes()
+
+    def test_small_and_shape_like_tensors_stay_in_the_onnx(self, out: Path) -> None:
+        values = [
+            constant("small", in_file(out.parent.parent / "w.bin", weights(5, 51))),
+            constant("shape", np.arange(8192, dtype=np.int64)),
+            constant("text", ir.StringTensor([b"a" * 5000], shape=ir.Shape([1]), name="text")),
+            constant("long", np.arange(8193, dtype=np.int64)),
+            constant("bytes", np.arange(1024, dtype=np.uint8)),
+            constant("empty", np.zeros((0, 9), np.float32)),
+        ]
+        save(loose(values), out)
+        stored = {t.name: t for t in onnx.load(out, load_external_data=False).graph.initializer}
+        outside = {name for name, t in stored.items() if t.data_location == t.EXTERNAL}
+        assert outside == {"long", "bytes"}
+        assert stored["small"].raw_data == weights(5, 51).tobytes()
+        assert stored["text"].string_data == [b"a" * 5000]
+        assert data_file(out.parent).stat().st_size == 8193 * 8 + 56 + 1024
+
+    def test_unread_initializers_are_not_written(self, out: Path) -> None:
+        wanted = fused(source())
+        save(wanted, out)
+        alone = snapshot(out.parent)
+        dead = constant("dead", weights(99, 99))
+        ir.node("Neg", [dead])  # a reader outside the model
+        wanted.graph.initializers.add(dead)
+        save(wanted, out)
+        assert snapshot(out.parent) == alone
+        assert "dead" in wanted.graph.initializers
+
+    def test_subgraphs_attributes_and_functions(self, out: Path) -> None:
+        """y = If(true, x·A + B, x) + C + D, B and C in Constant nodes, D in a function."""
+        k = 40
+        a, b, c, d = (weights(k, k, seed) for seed in range(4))
+        x, inner = x_input(k), constant("A", in_file(out.parent.parent / "a.bin", a))
+        product = ir.node("MatMul", [x, inner])
+        nested = ir.node("Constant", [], {"value": ir.tensor(b)})
+        then = ir.node("Add", [product.outputs[0], nested.outputs[0]])
+        skip = ir.node("Identity", [x])
+        for node in (then, skip):
+            node.outputs[0].type = FLOAT
+        branches = {
+            "then_branch": ir.Graph(
+                [], then.outputs, nodes=[product, nested, then], initializers=[inner], name="then"
+            ),
+            "else_branch": ir.Graph([], skip.outputs, nodes=[skip], name="else"),
+        }
+        yes = ir.node("Constant", [], {"value": ir.tensor(np.array(True))})
+        chosen = ir.node("If", yes.outputs, branches)
+        large = ir.node("Constant", [], {"value": in_file(out.parent.parent / "c.bin", c)})
+        total = ir.node("Add", [chosen.outputs[0], large.outputs[0]])
+        p = ir.Value(name="p")
+        body = [ir.node("Constant", [], {"value": ir.tensor(d)})]
+        body.append(ir.node("Add", [p, body[0].outputs[0]]))
+        inside = ir.Graph([p], body[1].outputs, nodes=body, opset_imports={"": 21}, name="PlusD")
+        function = ir.Function("own", "PlusD", graph=inside, attributes=[])
+        nodes = [yes, chosen, large, total, ir.node("PlusD", total.outputs, domain="own")]
+        whole = model(nodes, [], k, functions=[function])
+        whole.graph.opset_imports["own"] = 1
+        for single in (False, True):
+            save(whole, out, single_file=single)
+            assert len(list(out.parent.iterdir())) == (1 if single else 2)
+            np.testing.assert_allclose(run(out, k), a + b + c + d, rtol=0, atol=1e-5)
+            if not single:
+                assert out.stat().st_size < 4000
+                assert data_file(out.parent).stat().st_size == 4 * 6400
+
+    def test_deterministic(
+        self, out: Path, monkeypatch: pytest.MonkeyPatch, small_units: None
+    ) -> None:
+        save(fused(source()), out)
+        first = snapshot(out.parent)
+        monkeypatch.setattr(data_units, "THREADS", 1)
+        save(fused(source()), out)
+        assert snapshot(out.parent) == first
+        save(fused(source(seed=1)), out)
+        assert snapshot(out.parent).keys() != first.keys()
+
+    def test_the_model_is_not_changed(self, out: Path) -> None:
+        shared = ir.tensor(weights(1, 300))
+        shared.name = "mine"
+        given = with_float(source(), shared)
+        given.graph.initializers.add(constant("dead", shared))
+        before = [(name, v.const_value) for name, v in given.graph.initializers.items()]
+        proto = ir.serde.serialize_model(given.clone())
+        shared.name = "mine"
+        save(given, out)
+        save(given, out, single_file=True)
+        after = [(name, v.const_value) for name, v in given.graph.initializers.items()]
+        assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(before, after, strict=True))
+        assert shared.name == "mine"
+        assert ir.serde.serialize_model(given) == proto
+
+
+class TestLimits:
+    def test_floats_in_flight(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(quant_tensor, "BLOCK_BYTES", 100_000)
+        of = source(2000, 161)
+        save(fused(of), out)
+        assert 0 < of.most_active <= 100_000
+
+    def test_progress_ends_at_its_total(self, out: Path, small_units: None) -> None:
+        seen: list[tuple[int, int]] = []
+        of = source(100, 64)
+        kept = in_file(out.parent.parent / "w.bin", weights(1, 100 * 100))
+        values = [*parts(of), constant("kept", kept)]
+        save(loose(values), out, progress=lambda done, total: seen.append((done, total)))
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+        assert seen[-1][0] == seen[-1][1] == of.weight.nbytes + 40_000
+
+    @pytest.mark.parametrize("kind", ["quantize", "copy"])
+    def test_memory(self, tmp_path: Path, kind: str) -> None:
+        """400 MB of floats that are a hole in a file: less than 100 MB more than the imports."""
+        script = f"""
+            import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+            from test_writer import *
+            def peak():
+                status = Path("/proc/self/status").read_text()
+                return int(re.search(r"VmHWM:\\s+([0-9]+)", status)[1]) / 1e3
+            class FileSource(ArraySource):
+                def block(self, start, stop):
+                    rows = np.fromfile("w.bin", np.float32, (stop - start) * self.k,
+                                       offset=start * self.k * 4).reshape(-1, self.k)
+                    return self.format.quantize(rows, self.scale_dtype)
+            shape = (25_000, 4000)
+            with open("w.bin", "wb") as file:
+                file.truncate(400_000_000)
+            if {kind == "quantize"}:
+                empty = np.broadcast_to(np.float32(0), shape)
+                values = parts(FileSource(empty, make_format("uint4")))
+            else:
+                values = [constant("w", ir.ExternalTensor("w.bin", 0, 400_000_000,
+                    ir.DataType.FLOAT, shape=ir.Shape(shape), name="w", base_dir="."))]
+            before = peak()
+            assert len(save(loose(values), Path("out.onnx"))) == 2
+            print(peak() - before)
+        """
+        result = python(script, tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert float(result.stdout) < 100
+
+
+class TestSingleFile:
+    def test_one_file(self, out: Path, small_units: None) -> None:
+        kept = in_file(out.parent.parent / "w.bin", weights(1, 300))
+        of = source()
+        given = with_float(of, kept)
+        assert save(given, out, single_file=True) == [out]
+        assert list(out.parent.iterdir()) == [out]
+        onnx.checker.check_model(onnx.load(out))
+        expected = dequantized(of).T + weights(1, 300)
+        np.testing.assert_allclose(run(out, of.k), expected, rtol=0, atol=1e-6)
+        save(given, out)
+        assert len(save(given, out, single_file=True)) == len(list(out.parent.iterdir())) == 1
+
+    def test_too_large(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(writer, "SINGLE_FILE_BYTES", 10_000)
+        of = source()
+        with pytest.raises(InputError, match=r"would have 3\d,\d{3} bytes.*10,000.*--single-file"):
+            save(fused(of), out, single_file=True)
+        assert not of.calls
+        assert not list(out.parent.iterdir())
+
+
+class TestOutput:
+    def test_our_own_output_is_replaced(self, out: Path) -> None:
+        stranger = out.parent / "model.int4-notours.data"
+        stranger.write_text("mine")
+        [_, old] = save(fused(source()), out)
+        [_, new] = save(fused(source(seed=1)), out)
+        assert not old.exists()
+        assert stranger.read_text() == "mine"
+        assert set(out.parent.iterdir()) == {out, stranger, new}
+
+    def test_a_strangers_file_is_not_replaced(self, out: Path) -> None:
+        of, given = source(), fused(source())
+        given.metadata_props.clear()
+        given.metadata_props["qgraphics"] = "qgraph"
+        [_, data] = save(given, out)
+        before = snapshot(out.parent)
+        with pytest.raises(InputError, match=r"not written by qgraph.*--force"):
+            save(fused(of), out)
+        assert snapshot(out.parent) == before
+        assert not of.calls
+        files = save(fused(source(seed=1)), out, force=True)
+        assert set(out.parent.iterdir()) == {*files, data}
+
+    def test_other_content_under_the_data_files_name(self, out: Path) -> None:
+        [_, data] = save(fused(source()), out)
+        content = data.read_bytes()
+        data.write_text("changed")
+        [_, longer] = save(fused(source()), out)
+        assert longer.name.startswith(data.name.removesuffix(".data"))
+        assert longer.read_bytes() == content
+        assert not data.exists()
+
+    def test_same_content_is_kept(self, out: Path) -> None:
+        [_, data] = save(fused(source()), out)
+        before = data.stat().st_ino
+        assert save(fused(source()), out) == [out, data]
+        assert data.stat().st_ino == before
+
+    @pytest.mark.parametrize("via", ["name", "symlink", "hard link", "folder link", "data"])
+    def test_the_input_is_never_replaced(self, out: Path, via: str) -> None:
+        kept = in_file(out.parent / "input.data", weights(1, 300))
+        given = with_float(source(), kept)
+        path = out.parent / "input.onnx"
+        save(given, path)
+        before = snapshot(out.parent)
+        target = {"name": path, "data": out.parent / "input.data"}.get(via, out)
+        if via == "symlink":
+            out.symlink_to(path.name)
+        elif via == "hard link":
+            out.hardlink_to(path)
+        elif via == "folder link":
+            (out.parent.parent / "link").symlink_to(out.parent)
+            target = out.parent.parent / "link" / path.name
+        with pytest.raises(InputError, match="is a file of the input"):
+            save(given, target, protect=[path], force=True)
+        out.unlink(missing_ok=True)
+        assert snapshot(out.parent) == before
+
+    def test_a_protected_data_file_of_the_old_output_stays(self, out: Path) -> None:
+        [_, data] = save(fused(source()), out)
+        save(fused(source(seed=1)), out, protect=[data])
+        assert data.exists()
+
+    def test_a_link_is_replaced_not_followed(self, out: Path) -> None:
+        """ONNX Runtime looks for data beside the link and refuses what lies elsewhere."""
+        elsewhere = out.parent.parent / "elsewhere.onnx"
+        [_, data] = save(fused(source(seed=1)), elsewhere)
+        before = elsewhere.read_bytes()
+        out.symlink_to(elsewhere)
+        of = source()
+        save(fused(of), out)
+        assert not out.is_symlink()
+        assert elsewhere.read_bytes() == before
+        assert data.exists()
+        np.testing.assert_allclose(run(out, of.k), dequantized(of).T, rtol=0, atol=1e-6)
+
+    def test_relative_paths_from_another_folder(
+        self, out: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(out.parent)
+        with Save(fused(source()), Path(out.name)) as saving:
+            monkeypatch.chdir("/")
+            saving.write_data()
+            assert saving.commit() == [out, data_file(out.parent)]
+
+    def test_no_folder(self, out: Path) -> None:
+        with pytest.raises(InputError, match=r"there is no folder .*/missing: create it"):
+            Save(fused(source()), out.parent / "missing" / "model.onnx")
+
+    def test_a_folder(self, out: Path) -> None:
+        out.mkdir()
+        with pytest.raises(InputError, match="is a folder"):
+            Save(fused(source()), out)
+
+    def test_no_permission(self, out: Path, read_only: Path) -> None:
+        with pytest.raises(InputError, match="no permission to write"):
+            Save(fused(source()), read_only / "model.onnx")
+
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+    @given(st.binary(max_size=200))
+    def test_any_bytes_are_a_strangers_file(self, tmp_path: Path, data: bytes) -> None:
+        path = tmp_path / "model.onnx"
+        path.write_bytes(data)
+        assert saved_file.is_ours(path) is (b"\x72" in data and b"\x0a\x06qgraph" in data)
+
+
+class TestFailures:
+    @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+    @pytest.mark.parametrize(
+        "function", ["pwrite", "posix_fallocate", "fsync", "replace", "block", "pack", "open"]
+    )
+    @pytest.mark.parametrize("existing", [False, True])
+    def test_every_step_can_fail(
+        self,
+        out: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        small_units: None,
+        error: BaseException,
+        function: str,
+        existing: bool,
+    ) -> None:
+        """Fail the n-th call of `function`, for every n, until a save succeeds."""
+        (out.parent / "other.txt").write_text("other")
+        if existing:
+            save(fused(source(seed=1)), out)
+        before = snapshot(out.parent)
+        of = source()
+        owner = {"block": ArraySource, "pack": type(of.format)}.get(function, os)
+        original = getattr(owner, function)
+        new = dequantized(of).T
+        for n in range(1, 100):
+            failing = FailsOnce(original, n, error)
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, function, lambda *args, f=failing: f(*args))
+                try:
+                    save(fused(source()), out)
+                except (InputError, OSError, KeyboardInterrupt):
+                    assert failing.count >= n
+            if failing.count < n:
+                break
+            if snapshot(out.parent) != before:  # past the commit point: the new model, whole
+                assert function in ("fsync", "open")
+                np.testing.assert_allclose(run(out, of.k), new, rtol=0, atol=1e-6)
+                assert not list(out.parent.glob(".*"))
+                save(fused(source(seed=1)), out)
+                before = snapshot(out.parent)
+        assert n > (1 if function == "posix_fallocate" else 2)
+        np.testing.assert_allclose(run(out, of.k), new, rtol=0, atol=1e-6)
+        assert len(list(out.parent.iterdir())) == 3
+
+    @pytest.mark.parametrize("call", [1, 2])
+    def test_interrupted_right_after_a_rename(
+        self, out: Path, monkeypatch: pytest.MonkeyPatch, call: int
+    ) -> None:
+        save(fused(source(seed=1)), out)
+        before = snapshot(out.parent)
+        calls: list[Path] = []
+
+        def replace(a: Path, b: Path, original: Callable[..., None] = os.replace) -> None:
+            original(a, b)
+            calls.append(b)
+            if len(calls) == call:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(os, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            save(fused(source()), out)
+        if call == 1:
+            assert snapshot(out.parent) == before
+        else:
+            expected = dequantized(source()).T
+            np.testing.assert_allclose(run(out, 161), expected, rtol=0, atol=1e-6)
+
+    def test_without_commit_nothing_stays(self, out: Path) -> None:
+        with Save(fused(source()), out) as saving:
+            data = saving.write_data()
+            assert data.path.parent == out.parent
+            assert re.fullmatch(rf"\.model\.int4\.data\.{os.getpid()}\.tmp", data.path.name)
+            again = saving.write_data()
+            assert again.path.stat().st_size == again.size
+        saving.abort()
+        assert not list(out.parent.iterdir())
+
+    def test_errors_of_a_source_pass_through(self, out: Path) -> None:
+        of = source()
+        of.weight[250, 7] = 3e38
+        of.scale_dtype = ir.DataType.FLOAT16
+        with pytest.raises(OverflowError):
+            save(fused(of), out)
+        assert not list(out.parent.iterdir())
+
+    @pytest.mark.parametrize("fault", ["short", "missing", "length"])
+    def test_input_data_that_is_not_there(self, out: Path, fault: str) -> None:
+        path = out.parent.parent / "w.bin"
+        kept = in_file(path, weights(1, 300))
+        if fault == "short":
+            path.write_bytes(b"0" * 1000)
+        elif fault == "missing":
+            path.unlink()
+        else:
+            kept = ir.ExternalTensor(
+                "w.bin", 0, 1196, kept.dtype, shape=kept.shape, name="w", base_dir=path.parent
+            )
+        with pytest.raises(InputError, match=r"external data of w.*w\.bin"):
+            save(with_float(source(), kept), out)
+        assert not list(out.parent.iterdir())
+
+    @pytest.mark.parametrize("allocates", [True, False])
+    def test_full_disk(
+        self, small_disk: Path, monkeypatch: pytest.MonkeyPatch, allocates: bool
+    ) -> None:
+        if not allocates:
+            failing = FailsOnce(os.posix_fallocate, 1, OSError(errno.EOPNOTSUPP, "no"))
+            monkeypatch.setattr(os, "posix_fallocate", failing)
+        of = source(1000, 161)
+        save(fused(of), small_disk / "model.onnx")
+        before = snapshot(small_disk)
+        given = loose([*parts(of), constant("kept", weights(1000, 600))])
+        pattern = r"no space left in .*: 2,\d{3},\d{3} bytes needed, 1,9\d{2},\d{3} free"
+        with pytest.raises(InputError, match=pattern) as raised:
+            save(given, small_disk / "model.onnx")
+        assert raised.value.exit_status == 2
+        assert snapshot(small_disk) == before
+
+
+class TestKilled:
+    def test_in_the_middle(self, out: Path) -> None:
+        save(fused(source(seed=1)), out)
+        before = snapshot(out.parent)
+        result = python(
+            f"""
+            import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+            from test_writer import *
+            data_units.UNIT_BYTES = 20_000
+            class Deadly(ArraySource):
+                def block(self, start, stop):
+                    if start > 100:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return super().block(start, stop)
+            save(fused(Deadly(weights(300, 161), make_format("uint4"))), Path({str(out)!r}))
+            """,
+            out.parent.parent,
+        )
+        assert result.returncode == -signal.SIGKILL, result.stderr
+        [left] = snapshot(out.parent).keys() - before.keys()
+        assert re.fullmatch(r"\.model\.int4\.data\.[0-9]+\.tmp", left)
+        files = save(fused(source()), out)
+        assert set(out.parent.iterdir()) == set(files)
+
+    @pytest.mark.parametrize("same", [True, False])
+    def test_between_the_renames(self, out: Path, same: bool) -> None:
+        save(fused(source(seed=1)), out)
+        before = snapshot(out.parent)
+        result = python(
+            f"""
+            import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+            from test_writer import *
+            def replace(a, b, original=os.replace):
+                if b.suffix == ".onnx":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                original(a, b)
+            os.replace = replace
+            save(fused(source()), Path({str(out)!r}))
+            """,
+            out.parent.parent,
+        )
+        assert result.returncode == -signal.SIGKILL, result.stderr
+        left = snapshot(out.parent)
+        assert {name: left[name] for name in before} == before
+        assert len(left) == 4
+        files = save(fused(source(seed=0 if same else 2)), out)
+        assert set(out.parent.iterdir()) == set(files)
+
+    def test_a_living_save_is_left_alone(self, out: Path) -> None:
+        temporary = out.parent / f".{out.name}.99999999.tmp"
+        similar = out.parent / f".{out.name}.99999999.tmp2"
+        similar.touch()
+        with temporary.open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            save(fused(source()), out)
+            assert temporary.exists()
+        save(fused(source()), out)
+        assert not temporary.exists()
+        assert similar.exists()
+
+    def test_two_saves_to_one_target(self, out: Path) -> None:
+        first = Save(fused(source()), out)
+        first.write_data()
+        with pytest.raises(InputError, match="another save"), Save(fused(source()), out) as second:
+            second.write_data()
+        assert set(first.commit()) == set(out.parent.iterdir())
+
+
+class FailsOnce:
+    """Calls through, but raises `error` at the n-th call."""
+
+    def __init__(self, function: Callable[..., Any], n: int, error: BaseException) -> None:
+        self.function, self.n, self.error, self.count = function, n, error, 0
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        with self._lock:
+            self.count += 1
+            now = self.count == self.n
+        if now:
+            raise self.error
+        return self.function(*args)
+
+
+def loose(values: list[ir.Value]) -> ir.Model:
+    """A model whose outputs are its initializers, for looking at stored bytes."""
+    graph = ir.Graph([], values, nodes=[], initializers=values, opset_imports={"": 21}, name="g")
+    return ir.Model(graph, ir_version=10, metadata_props={"qgraph": "{}"})
+
+
+def python(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
