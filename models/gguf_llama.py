@@ -102,7 +102,8 @@ def tokenizer_json(reader: Any) -> str:
         raise InputError(f"the GGUF tokenizer is {found}, wanted ('gpt2', 'smollm')")
     tokens = field(reader, "tokenizer.ggml.tokens")
     kinds = field(reader, "tokenizer.ggml.token_type")
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    flags = {"special": True, "normalized": False}
+    flags |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return json.dumps(
         {

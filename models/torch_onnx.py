@@ -61,7 +61,8 @@ def export(
 def strip(model: ir.Model) -> ir.Model:
     """Remove stack traces and documentation strings from every metadata field, in place."""
     holders: list[Any] = [model]
-    for scope in (model.graph, *model.functions.values()):
+    scopes: list[Any] = [model.graph, *model.functions.values()]
+    for scope in scopes:
         holders += [scope, *scope.inputs]
         for node in scope.all_nodes():
             holders += [node, *node.outputs]

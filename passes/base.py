@@ -74,8 +74,14 @@ class PackedParts:
         return found
 
 
+def is_lazy(dequantizer: ir.Node | None) -> bool:
+    """Whether a pass of this run wrote, or adopted, this `qgraph::Dequantize…` node."""
+    codes = dequantizer.inputs[0] if dequantizer is not None else None
+    return codes is not None and isinstance(codes.const_value, QuantTensor)
+
+
 def source_of(dequantizer: ir.Node) -> QuantSource:
-    """The source behind a `qgraph::Dequantize…` node that a pass of this run wrote."""
+    """The source behind a `qgraph::Dequantize…` node that a pass of this run wrote or adopted."""
     codes = dequantizer.inputs[0]
     tensor = codes.const_value if codes is not None else None
     assert isinstance(tensor, QuantTensor)

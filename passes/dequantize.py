@@ -29,8 +29,9 @@ class DequantizeWriter:
         if id(source) in self._written:
             return self._written[id(source)]
         model = self.rewriter.model
-        function = source.format.function(model.opset_imports.get("", 1))
-        model.functions.setdefault(function.identifier(), function)
+        if (QGRAPH_DOMAIN, source.format.function_name, "") not in model.functions:
+            function = source.format.function(model.opset_imports.get("", 1))
+            model.functions[function.identifier()] = function
         parts = self._parts.get(source, source.format.default_layout)
         node = self.rewriter.node(
             source.format.function_name,

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from qgraph.capabilities import Query
 from qgraph.formats.base import Layout
 from qgraph.graph import Graph
-from qgraph.passes.base import Context, PackedParts, Pass, source_of
+from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.passes.lower_matmul_nbits import CannotFuse, check_view, place
 from qgraph.plan import best_kernel, spell_kernel
 from qgraph.report import Step
@@ -38,7 +38,7 @@ class LowerGatherBlockQuantized(Pass):
         parts = PackedParts(rewriter)
         steps = []
         for site in graph.sites():
-            if site.state != "dequantize" or site.role != "embedding":
+            if not is_lazy(site.dequantizer) or site.role != "embedding":
                 continue
             try:
                 query = _choose(site, context)

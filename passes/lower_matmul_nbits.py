@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
@@ -11,7 +12,7 @@ import onnx_ir as ir
 from qgraph.capabilities import Query
 from qgraph.formats.base import Layout
 from qgraph.graph import Graph
-from qgraph.passes.base import Context, PackedParts, Pass, source_of
+from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.plan import best_kernel, spell_kernel
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter, drop_constant
@@ -43,11 +44,11 @@ class LowerMatMulNBits(Pass):
         parts = PackedParts(rewriter)
         steps = []
         for site in graph.sites():
-            if site.state != "dequantize" or site.role == "embedding":
+            if not is_lazy(site.dequantizer) or site.role == "embedding":
                 continue
             try:
                 check_view(site)
-                _check(site)
+                check_activation(site)
                 query = self._choose(site, context)
                 nodes = _fused(site, query, parts, rewriter)
             except CannotFuse as refused:
@@ -86,17 +87,17 @@ def check_view(site: Site) -> None:
         raise CannotFuse("DTYPE_HAS_NO_KERNEL", detail)
 
 
-def _check(site: Site) -> None:
+def check_activation(site: Site) -> None:
     """Refuse sites whose activation the fused op cannot take."""
     node = site.node
-    batch = node.attributes.get_int("transBatchA", 0) or node.attributes.get_int("transBatchB", 0)
-    if batch or (node.op_type == "FusedMatMul" and node.attributes.get_int("transA", 0)):
+    batch = any(node.attributes.get_int(key, 0) == 1 for key in ("transBatchA", "transBatchB"))
+    if batch or (node.op_type == "FusedMatMul" and node.attributes.get_int("transA", 0) == 1):
         raise CannotFuse("WEIGHT_VIEW", "FusedMatMul transposes its activation")
-    if _missing_axes(site) is None:
+    if missing_axes(site) is None:
         raise CannotFuse("WEIGHT_RANK", "the rank of the activation is not known")
 
 
-def _missing_axes(site: Site) -> int | None:
+def missing_axes(site: Site) -> int | None:
     """Axes that the result has in front because the weight's rank is above the activation's."""
     value = site.node.inputs[site.position]
     rank = len(value.shape) if value is not None and value.shape is not None else 2
@@ -107,78 +108,97 @@ def _missing_axes(site: Site) -> int | None:
 
 
 def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> list[ir.Node]:
-    """The fused op and what must stand around it; the last node gives the site's result."""
+    """MatMulNBits and what must stand around it; the last node gives the site's result."""
     assert site.dequantizer is not None
-    before: list[ir.Node] = []
-    activation = site.activation
-    if site.op == "Gemm" and site.node.attributes.get_int("transA", 0):
-        before.append(
-            rewriter.node(
-                "Transpose",
-                [activation],
-                name=f"{site.name}/transpose_a",
-                attributes={"perm": [1, 0]},
-                dtype=site.dtype,
-            )
-        )
-        activation = before[0].outputs[0]
-    packed = parts.get(source_of(site.dequantizer), Layout("blocks", query.block))
-    bias, after = _bias(site, rewriter)
-    node = rewriter.node(
-        "MatMulNBits",
-        [activation, packed["codes"], packed["scales"], packed.get("zeros"), None, bias],
-        name=f"{site.name}/fused",
-        domain=CONTRIB,
-        attributes={
-            "K": site.k,
-            "N": site.n,
-            "bits": query.bits,
-            "block_size": query.block,
-            "accuracy_level": query.level,
-        },
-        dtype=site.dtype,
-    )
-    nodes = [*before, node]
-    for op_type, other in after:
-        extra = rewriter.node(
-            op_type,
-            [nodes[-1].outputs[0], other],
-            name=f"{site.name}/{op_type.lower()}",
+    source = source_of(site.dequantizer)
+
+    def fuse(activation: ir.Value, bias: ir.Value | None) -> ir.Node:
+        packed = parts.get(source, Layout("blocks", query.block))
+        return rewriter.node(
+            "MatMulNBits",
+            [activation, packed["codes"], packed["scales"], packed.get("zeros"), None, bias],
+            name=f"{site.name}/fused",
+            domain=CONTRIB,
+            attributes={
+                "K": site.k,
+                "N": site.n,
+                "bits": query.bits,
+                "block_size": query.block,
+                "accuracy_level": query.level,
+            },
             dtype=site.dtype,
         )
-        nodes.append(extra)
+
+    return around(site, rewriter, fuse)
+
+
+def around(
+    site: Site,
+    rewriter: Rewriter,
+    fuse: Callable[[ir.Value, ir.Value | None], ir.Node],
+    *,
+    takes_bias: bool = True,
+) -> list[ir.Node]:
+    """The op that replaces a linear, and what Gemm or the weight's rank want around it.
+
+    `fuse` makes the op from the activation and the bias `[N]` (None where it has none, or does
+    not take one). The last node gives the site's result.
+    """
+    nodes: list[ir.Node] = []
+
+    def add(op_type: str, inputs: list[ir.Value | None], name: str, **attributes: list[int]) -> None:
+        node = rewriter.node(
+            op_type, inputs, name=f"{site.name}/{name}", attributes={**attributes}, dtype=site.dtype
+        )
+        nodes.append(node)
+
+    activation = site.activation
+    if site.op == "Gemm" and site.node.attributes.get_int("transA", 0):
+        add("Transpose", [activation], "transpose_a", perm=[1, 0])
+        activation = nodes[-1].outputs[0]
+    bias = _bias(site, rewriter)
+    fits = bias is not None and takes_bias and _is_vector(bias, site.n)
+    nodes.append(fuse(activation, bias if fits else None))
+    if bias is not None and not fits:
+        add("Add", [nodes[-1].outputs[0], bias], "add")
+    missing = missing_axes(site)
+    if missing and rewriter.model.opset_imports.get("", 1) < 13:
+        add("Unsqueeze", [nodes[-1].outputs[0]], "unsqueeze", axes=list(range(missing)))
+    elif missing:
+        axes = rewriter.constant(f"{site.name}/axes", np.arange(missing, dtype=np.int64))
+        add("Unsqueeze", [nodes[-1].outputs[0], axes], "unsqueeze")
     return nodes
 
 
-def _bias(site: Site, rewriter: Rewriter) -> tuple[ir.Value | None, list[tuple[str, ir.Value]]]:
-    """Gemm's C as the bias input where it is a constant [N]; else an Add behind.
-
-    Returns the bias and the ops (with their second operand) that follow the fused op.
-    """
-    missing = _missing_axes(site)
-    after: list[tuple[str, ir.Value]] = []
-    if missing:
-        axes = rewriter.constant(f"{site.name}/axes", np.arange(missing, dtype=np.int64))
-        after.append(("Unsqueeze", axes))
+def _bias(site: Site, rewriter: Rewriter) -> ir.Value | None:
+    """Gemm's C times beta, a constant `[N]` where it is constant and the same for all rows."""
     bias = site.node.inputs[2] if site.op == "Gemm" and len(site.node.inputs) > 2 else None
-    if bias is None:
-        return None, after
     beta = site.node.attributes.get_float("beta", 1.0)
+    if bias is None or (beta == 1.0 and _is_vector(bias, site.n)):
+        return bias
     tensor = bias.const_value
-    if tensor is not None and tensor.size in (1, site.n) and _runs_along_n(tensor, site.n):
-        if beta == 1.0 and tuple(tensor.shape.numpy()) == (site.n,):
-            return bias, after
-        array = tensor.numpy().astype(np.float64).reshape(-1) * beta
-        folded = np.broadcast_to(array, (site.n,)).astype(tensor.dtype.numpy())
-        return rewriter.constant(f"{site.name}/bias", np.ascontiguousarray(folded)), after
-    if beta != 1.0:
-        raise CannotFuse("GEMM_ALPHA_BETA", f"beta {beta} multiplies a computed bias {bias.name}")
-    return None, [("Add", bias), *after]
+    if tensor is None:
+        if beta != 1.0:
+            detail = f"beta {beta:g} multiplies a computed bias {bias.name}"
+            raise CannotFuse("GEMM_ALPHA_BETA", detail)
+        return bias
+    array = (tensor.numpy().astype(np.float64) * beta).astype(tensor.dtype.numpy())
+    if _runs_along_n(tensor, site.n):
+        array = np.ascontiguousarray(np.broadcast_to(array.reshape(-1), (site.n,)))
+    elif beta == 1.0:
+        return bias
+    return rewriter.constant(f"{site.name}/bias", array)
+
+
+def _is_vector(value: ir.Value, n: int) -> bool:
+    """Whether a value is a constant `[n]`."""
+    tensor = value.const_value
+    return tensor is not None and tuple(tensor.shape.numpy()) == (n,)
 
 
 def _runs_along_n(tensor: ir.TensorProtocol, n: int) -> bool:
     shape = tensor.shape.numpy()
-    return tensor.size == 1 or (len(shape) > 0 and shape[-1] == n)
+    return tensor.size == 1 or (tensor.size == n and len(shape) > 0 and shape[-1] == n)
 
 
 def place(site: Site, nodes: list[ir.Node], op_type: str, rewriter: Rewriter) -> None:

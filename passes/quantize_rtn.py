@@ -16,7 +16,7 @@ from qgraph.passes.base import Context, Pass
 from qgraph.passes.dequantize import DequantizeWriter, read_from
 from qgraph.plan import Decision
 from qgraph.quant_tensor import Deviation, QuantSource
-from qgraph.report import Step
+from qgraph.report import Outcome, Step
 from qgraph.rewrite import Rewriter
 from qgraph.sites import Site, Weight
 
@@ -126,7 +126,7 @@ def _source(site: Site, decision: Decision) -> QuantSource:
 
 
 def _kept(site: Site, decision: Decision) -> Step:
-    outcome = "kept" if decision.reason == "EXCLUDED" else "refused"
+    outcome: Outcome = "kept" if decision.reason == "EXCLUDED" else "refused"
     size = decision.float_bytes
     return Step(
         QuantizeRtn.name, "keep", site.name, outcome, decision.reason, decision.detail, size, size

@@ -50,7 +50,7 @@ class Query:
     symmetric: bool = True
     n: int = 0
     k: int = 0
-    allow_slow: bool = False
+    allow_slow: bool = dataclasses.field(default=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,7 @@ def print_table(
     right: one character a column; "r" aligns to the right.
     """
     cells = [[escape(cell) for cell in row] for row in rows]
-    sides = right.ljust(len(header), "l")
+    sides = right.ljust(len(header), "l")[: len(header)]
     if console.is_terminal:
         console.print(_drawn(header, cells, sides))
         return

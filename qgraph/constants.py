@@ -24,15 +24,25 @@ def open_array(tensor: ir.TensorProtocol) -> Array:
     """
     if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.bitwidth < 8 or not tensor.size:
         return tensor.numpy()
+    dtype = tensor.dtype.numpy().newbyteorder("<")
+    return _mapped(tensor).view(dtype).reshape(tensor.shape.numpy())
+
+
+def open_bytes(tensor: ir.TensorProtocol) -> Array:
+    """The tensor's bytes as stored, uint8, flat; mapped only as long as the array lives."""
+    if not isinstance(tensor, ir.ExternalTensor) or not tensor.size:
+        return np.frombuffer(tensor.tobytes(), np.uint8)
+    return _mapped(tensor)
+
+
+def _mapped(tensor: ir.ExternalTensor) -> Array:
     offset = tensor.offset or 0
     start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     with open(tensor.path, "rb") as file:
         mapped = mmap.mmap(
             file.fileno(), offset - start + tensor.nbytes, access=mmap.ACCESS_READ, offset=start
         )
-    dtype = tensor.dtype.numpy().newbyteorder("<")
-    array = np.frombuffer(mapped, dtype=dtype, count=tensor.size, offset=offset - start)
-    return array.reshape(tensor.shape.numpy())
+    return np.frombuffer(mapped, np.uint8, tensor.nbytes, offset - start)
 
 
 def release(tensor: ir.TensorProtocol | None) -> None:

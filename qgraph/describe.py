@@ -17,7 +17,7 @@ from qgraph.graph import Graph
 from qgraph.plan import Decision, make_plan, query_of, spell_kernel
 from qgraph.recipe import Recipe
 from qgraph.report import REASONS
-from qgraph.sites import CONTRIB, Site
+from qgraph.sites import Site
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
@@ -159,15 +159,15 @@ def measured(explanation: Explanation, runtime: Runtime, model: Path | ir.Model)
         )
         for item in ran
     )
-    proofs = []
     kernels = Counter(
         (row.bits, row.block)
         for row in explanation.sites
-        if row.level == 4 and row.bits and row.block and row.op_now.startswith(CONTRIB)
+        if row.level == 4 and row.bits is not None and row.block is not None
     )
-    for (bits, block), count in sorted(kernels.items()):
-        assert bits is not None and block is not None
-        proofs.append(LevelProof(bits, block, runtime.level_difference(bits, block), count))
+    proofs = [
+        LevelProof(bits, block, runtime.level_difference(bits, block), count)
+        for (bits, block), count in sorted(kernels.items())
+    ]
     return dataclasses.replace(
         explanation, source="run", profile=rows, proofs=tuple(proofs)
     )

@@ -43,11 +43,12 @@ def _share(explanation: Explanation, row: SiteRow) -> str:
 
 def _provider(explanation: Explanation, row: SiteRow) -> str:
     ran = [r.provider for r in explanation.profile if r.node == row.name]
-    return f"{ran[0]} (ran)" if ran else _known(row.provider, row.origin)
+    known = _known(row.provider, row.origin) if row.kernel else ""
+    return f"{ran[0]} (ran)" if ran else known
 
 
 def _known(provider: str | None, origin: str) -> str:
-    return f"{provider} ({origin})" if provider else ""
+    return f"{provider} ({origin})" if provider else origin
 
 
 def _number(value: int | None) -> str:
@@ -59,13 +60,13 @@ _COLUMNS = (
     _Column("role", "l", 120, lambda _, row: row.role),
     _Column("N×K", "r", 100, lambda _, row: f"{row.n}×{row.k}"),
     _Column("was", "l", 140, lambda _, row: row.op),
-    _Column("now", "l", 100, lambda _, row: short(row.op_now)),
-    _Column("state", "l", 0, lambda _, row: row.state),
-    _Column("format", "l", 0, lambda _, row: row.format or "float"),
+    _Column("now", "l", 100, lambda _, row: short(row.op_now or row.op)),
+    _Column("state", "l", 60, lambda _, row: row.state),
+    _Column("format", "l", 60, lambda _, row: row.format or "float"),
     _Column("block", "r", 140, lambda _, row: _number(row.block)),
     _Column("level", "r", 120, lambda _, row: _number(row.level)),
     _Column("provider", "l", 160, _provider),
-    _Column("µs", "r", 0, _time),
+    _Column("µs", "r", 60, _time),
     _Column("share", "r", 100, _share),
     _Column("error", "r", 140, lambda _, row: "" if row.error is None else f"{row.error:.4f}"),
     _Column("reason", "l", 0, lambda _, row: row.reason or ""),
@@ -169,7 +170,8 @@ def render_reasons(explanation: Explanation, console: Console) -> None:
         for code, rows in explanation.unfused.items():
             _reason(console, code, rows)
     elif explanation.sites:
-        print_line(console, "every site is fused", style="green")
+        verb = "would be" if explanation.source == "plan" else "is"
+        print_line(console, f"every site {verb} quantized", style="green")
     if explanation.remarks:
         _heading(console, "worth knowing")
         for code, rows in explanation.remarks.items():
@@ -185,7 +187,7 @@ def _reason(console: Console, code: str, rows: Sequence[SiteRow]) -> None:
         print_line(console, f"    way out: {reason.hint}")
     shown = rows if not console.is_terminal else rows[:_NAMES_SHOWN]
     for row in shown:
-        print_line(console, f"    {row.name}{f': {row.detail}' if row.detail else ''}")
+        print_line(console, f"    {row.name}{f': {row.detail}' if reason and row.detail else ''}")
     if len(rows) > len(shown):
         print_line(console, f"    … and {len(rows) - len(shown)} more (--node '*' shows all)")
 

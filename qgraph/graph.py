@@ -26,6 +26,16 @@ class Graph:
     notes: list[str] = dataclasses.field(default_factory=list)
     overridden: frozenset[str] = frozenset()
 
+    @property
+    def files(self) -> list[Path]:
+        """Every file that the model lies in: the .onnx and its data files."""
+        found = {Path(self.source)} if self.source is not None else set()
+        for scope in (self.model.graph, *self.model.graph.subgraphs()):
+            for value in scope.initializers.values():
+                if isinstance(value.const_value, ir.ExternalTensor):
+                    found.add(Path(value.const_value.path))
+        return sorted(found)
+
     def sites(self) -> list[Site]:
         """Every place where a weight is used, in graph order."""
         return find_sites(self.model)
@@ -42,5 +52,4 @@ class Graph:
         """Write the model and its data file; see `qgraph.writer`."""
         from qgraph.writer import save
 
-        protect = [self.source] if self.source is not None else []
-        return save(self.model, Path(path), force=force, protect=protect)
+        return save(self.model, Path(path), force=force, protect=self.files)

@@ -31,7 +31,7 @@ class OutFile:
         self.size = 0
         try:
             self.fd = _create_locked(self.path)
-        except BlockingIOError:
+        except FileExistsError:
             raise InputError(f"another save to {folder / name} is running") from None
         except OSError as error:
             raise disk_error(error, self.path, 0) from error

@@ -221,6 +221,7 @@ class _Run:
         self.report = Report({"target": target, "recipe": recipe.to_json(), "check": check})
         self.seconds: dict[str, float] = {}
         self.banned: frozenset[Query] = frozenset()
+        self.changed: list[Step] = []
         self._stage = ("", time.perf_counter())
 
     def optimize(
@@ -273,9 +274,8 @@ class _Run:
     ) -> tuple[Graph, QuantPlan]:
         """The rewritten graph; sites that no kernel takes after all go back to float."""
         names = ["adopt_qdq", f"quantize_{self.recipe.solver}", *_LOWERINGS[self.target], "cleanup"]
-        kept = len(self.report.steps)
         while True:
-            del self.report.steps[kept:]
+            self.report.steps[:] = self.changed
             lowered = graph.clone()
             context = Context(plan, capabilities, self.banned)
             for name in names:
@@ -284,7 +284,7 @@ class _Run:
             lowered.verify()
             refused = {
                 step.site: (step.reason or "NO_FUSED_KERNEL", step.detail)
-                for step in self.report.steps[kept:]
+                for step in self.report.steps
                 if step.outcome == "refused" and (plan.of(step.site) or _NOTHING).quantized
             }
             if not refused:
@@ -306,19 +306,19 @@ class _Run:
     ) -> Result:
         from qgraph.writer import Save
 
-        protect = [graph.source] if graph.source is not None else []
+        protect = graph.files
         while True:
             self._start("rewrite")
             lowered, plan = self._lower(graph, plan, capabilities)
             self._describe(lowered.model, plan, {})
-            self._start("write", total=before)
+            self._start("write", total=1000)
             with Save(
                 lowered.model,
                 output,
                 single_file=single_file,
                 force=force,
                 protect=protect,
-                progress=lambda done, total: self.progress.advance(done),
+                progress=lambda done, total: self.progress.advance(1000 * done // max(1, total)),
             ) as save:
                 data = save.write_data()
                 checks = self._checked(lowered, data) if self.check else []
@@ -351,10 +351,10 @@ class _Run:
         sites = {site.name: site for site in lowered.sites()}
         banned = {item.site: query_of(sites[item.site]) for item in wrong}
         self.banned |= set(banned.values())
-        self.report.extend(
+        self.changed += [
             Step("check", "next kernel", item.site, "changed", item.code, item.detail)
             for item in wrong
-        )
+        ]
         return True
 
     def _load(self, model: ir.Model, data: DataFile, save: Save) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from qgraph import registry
+from qgraph.adopted import ADOPTED, AdoptedSource, adopt
 from qgraph.capabilities import (
     DEQUANTIZE_LINEAR,
     GATHER_BLOCK_QUANTIZED,
@@ -25,12 +26,15 @@ from qgraph.formats.base import Format, parse
 from qgraph.recipe import FLOAT, Recipe
 from qgraph.report import SCHEMA
 from qgraph.selectors import Selector, check, layer_count
-from qgraph.sites import Site
+from qgraph.sites import Refusal, Site
 
 BEST_4_BIT = "uint4"
 DEFAULT_GROUP = 64
 """Measured on SmolLM2-135M with its channels off the Q4_1 grid: see tests/benchmarks/results."""
 BEST_EMBEDDING = "uint8"
+KEPT = "kept"
+"""The solver of a site that came in with a fused kernel."""
+_QUANTIZED = ("qdq", "dequantize")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,30 +136,35 @@ def make_plan(sites: Sequence[Site], recipe: Recipe, capabilities: Capabilities)
         recipe,
         capabilities.target,
         capabilities.runtime,
-        tuple(_with_costs(decisions, sites, planner.keys)),
+        tuple(_with_costs(decisions, sites, planner)),
     )
 
 
 def _with_costs(
-    decisions: Sequence[Decision], sites: Sequence[Site], keys: dict[str, Hashable]
+    decisions: Sequence[Decision], sites: Sequence[Site], planner: _Planner
 ) -> list[Decision]:
     """Say where one weight ends up in the file more than once, and what that costs."""
+    keys = planner.keys
     by_key: dict[Hashable, list[Decision]] = {}
     for decision in decisions:
         by_key.setdefault(keys[decision.site], []).append(decision)
+    kept = [site for decision, site in zip(decisions, sites, strict=True) if not decision.quantized]
     found = []
     for decision, site in zip(decisions, sites, strict=True):
         if decision.format is None or site.weight is None:
             found.append(decision)
             continue
         same = by_key[keys[decision.site]]
-        floats = [other.site for other in same if other.format is None]
+        floats = [other.name for other in kept if other.weight and _reads_root_of(other, site)]
+        floats += [other.site for other in same if other.format is None]
         floats += [] if floats else _other_readers(site, sites)
         formats = sorted({other.format for other in same if other.format is not None})
         if floats:
-            size = site.weight.tensor.nbytes / 1e6
-            detail = f"{floats[0]} reads the float weight: {size:.1f} MB stay in the file"
-            decision = dataclasses.replace(decision, reason="HALF_CONVERTED", detail=detail)
+            size = planner.stored_bytes(site) / 1e6
+            which = "float" if site.state == "float" else "dequantized"
+            detail = f"{floats[0]} reads the {which} weight: {size:.1f} MB stay in the file"
+            code = "HALF_CONVERTED" if site.state == "float" else "DQ_MULTIPLE_READERS"
+            decision = dataclasses.replace(decision, reason=code, detail=detail)
         elif len(formats) > 1:
             size = decision.packed_bytes / 1e6
             detail = f"{len(formats)} packed copies ({', '.join(formats)}): this one takes {size:.1f} MB"
@@ -167,13 +176,20 @@ def _with_costs(
     return found
 
 
+def _reads_root_of(other: Site, site: Site) -> bool:
+    """Whether `other` reads the constant, or the dequantizing node's result, that `site` reads."""
+    assert other.weight is not None and site.weight is not None
+    return other.weight.root is site.weight.root
+
+
 def _other_readers(site: Site, sites: Sequence[Site]) -> list[str]:
-    """Nodes that read the weight's constant, or a value on the way from it, and are no site."""
+    """Who reads the weight's root, or a value on the way from it, and is no site."""
     assert site.weight is not None
     root = site.weight.root
     on_the_way = {id(node) for other in sites for node in (*other.chain, other.node)}
     values = [root, *(node.outputs[0] for node in site.chain)]
-    return [use.node.name or "" for v in values for use in v.uses() if id(use.node) not in on_the_way]
+    readers = [use.node.name or "" for v in values for use in v.uses() if id(use.node) not in on_the_way]
+    return readers + [f"output {value.name}" for value in values if value.is_graph_output()]
 
 
 def _owned(decisions: list[Decision]) -> Iterator[Decision]:
@@ -217,6 +233,12 @@ class _Planner:
         self.default = wanted_format(recipe)
         self.embedding = embedding_format(recipe)
         self.keys = weight_keys(sites)
+        self.adopted = {s.name: adopt(s) for s in sites if s.weight and s.state in _QUANTIZED}
+        self.keys |= {
+            name: source.key
+            for name, source in self.adopted.items()
+            if isinstance(source, AdoptedSource)
+        }
         self.tables = {self.keys[s.name] for s in sites if s.role == "embedding" and s.weight}
         self.first: dict[tuple[Hashable, str | None], str] = {}
         for item in recipe.overrides:
@@ -232,12 +254,42 @@ class _Planner:
         refused = self._refusal(site)
         if refused is not None:
             return dataclasses.replace(decision, reason=refused[0], detail=refused[1])
+        if site.name in self.adopted:
+            return self._adopted(decision, site)
+        if site.state == "fused":
+            return self._fused(decision, site)
         if site.state != "float":
             return decision
         wanted = self._wanted(site)
         if wanted is None:
             return dataclasses.replace(decision, reason="EXCLUDED", detail="float was asked for")
         return self._with_format(decision, site, *wanted)
+
+    def _adopted(self, decision: Decision, site: Site) -> Decision:
+        source = self.adopted[site.name]
+        if site.state == "qdq" and self.capabilities.target == "qdq":
+            return dataclasses.replace(decision, detail="DequantizeLinear already")
+        if isinstance(source, Refusal):
+            return dataclasses.replace(decision, reason=source.code, detail=source.detail)
+        return self._with_format(decision, site, source.format, ADOPTED)
+
+    def _fused(self, decision: Decision, site: Site) -> Decision:
+        """A site that came in fused stays as it is."""
+        query = query_of(site)
+        return dataclasses.replace(
+            decision,
+            format=f"{'int' if query.symmetric else 'uint'}{query.bits}:group={query.block}",
+            solver=KEPT,
+            kernel=spell_kernel(query),
+            detail="fused already",
+        )
+
+    def stored_bytes(self, site: Site) -> int:
+        """What the site's weight takes in the model as it is."""
+        source = self.adopted.get(site.name)
+        if isinstance(source, AdoptedSource):
+            return source.stored_bytes
+        return site.weight.tensor.nbytes if site.weight is not None else 0
 
     def _with_format(self, decision: Decision, site: Site, fmt: Format, solver: str) -> Decision:
         assert site.weight is not None and site.dtype is not None
@@ -280,7 +332,7 @@ class _Planner:
             return None
         if site.weight.root.is_graph_output():
             return "GRAPH_OUTPUT", f"{site.weight_name} is an output of the graph"
-        if site.n * site.k < self.recipe.min_elements:
+        if site.n * site.k < max(1, self.recipe.min_elements):
             return "WEIGHT_TOO_SMALL", f"{site.n * site.k} elements"
         if site.dtype is None:
             return "DTYPE_HAS_NO_KERNEL", "the type of its activation is not known"
@@ -335,6 +387,9 @@ def _equal(one: Site, other: Site, samples: int = 32) -> bool:
     assert one.weight is not None and other.weight is not None
     if one.weight.key == other.weight.key:
         return True
+    first, second = one.weight.view, other.weight.view
+    if (first.casts, first.factor) != (second.casts, second.factor):
+        return False
     if (one.role == "embedding") == (other.role == "embedding"):
         return False
     at = np.unique(np.linspace(0, one.n - 1, samples).astype(int))
@@ -368,8 +423,8 @@ def best_kernel(
     """The first kernel that takes the site, in the order of preference, and its parameters.
 
     Level 4 (int8 activations) first, at the format's own block, then at smaller blocks with
-    repeated scales; then level 0. 8 bits never run at level 0 unless asked for: ONNX Runtime's
-    kernel is then 20 to 30 times slower than float.
+    repeated scales; then level 0. Kernels that are much slower than float are taken only where
+    level 0 is asked for.
     """
     candidates = list(_candidates(capabilities, site, fmt, accuracy_level))
     first: Answer | None = None
@@ -398,8 +453,11 @@ def _candidates(
     blocks = [dataclasses.replace(base, block=block) for block in blocks_of(fmt)]
     if site.role == "embedding":
         return blocks
-    levels = {"auto": (4,) if fmt.bits == 8 else (4, 0), "0": (0,), "4": (4,)}[accuracy_level]
-    return [dataclasses.replace(item, level=level) for level in levels for item in blocks]
+    levels = {"auto": (4, 0), "0": (0,), "4": (4,)}[accuracy_level]
+    slow = accuracy_level == "0"
+    return [
+        dataclasses.replace(item, level=level, allow_slow=slow) for level in levels for item in blocks
+    ]
 
 
 def spell_kernel(query: Query) -> str:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any, BinaryIO
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from qgraph.formats.base import Array, Format, Layout, Part, PartSpec, QuantizedWeight
@@ -78,47 +79,24 @@ class QuantTensor(ir.TensorProtocol):
         self.source = source
         self.part = part
         self.layout = layout
-        self.name = name
-        self.doc_string: str | None = None
         self.spec = source.parts(layout)[part]
-        self._shape = ir.Shape(self.spec.shape)
-        self._metadata_props: dict[str, str] = {}
-        self._meta: dict[str, Any] = {}
-
-    @property
-    def shape(self) -> ir.Shape:
-        """The shape as stored."""
-        return self._shape
-
-    @property
-    def dtype(self) -> ir.DataType:
-        """The ONNX type as stored."""
-        return self.spec.dtype
+        self.name: str | None = name
+        self.doc_string: str | None = None
+        self.shape: ir.ShapeProtocol = ir.Shape(self.spec.shape)
+        self.dtype: ir.DataType = self.spec.dtype
+        self.raw: Any = source
+        self.metadata_props: MutableMapping[str, str] = {}
+        self.meta: MutableMapping[str, Any] = {}
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.spec.shape, dtype=np.int64))
+        return self.spec.size
 
     @property
     def nbytes(self) -> int:
         """Bytes as stored."""
         return self.spec.nbytes
-
-    @property
-    def metadata_props(self) -> dict[str, str]:
-        """Serialized with the tensor."""
-        return self._metadata_props
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """Not serialized."""
-        return self._meta
-
-    @property
-    def raw(self) -> QuantSource:
-        """The source."""
-        return self.source
 
     def tofile(self, file: BinaryIO) -> None:
         """Write the bytes of this part, one block of rows at a time."""
@@ -135,9 +113,9 @@ class QuantTensor(ir.TensorProtocol):
 
     def numpy(self) -> Array:
         """The whole part as an array (sub-byte types unpacked, as onnx_ir has them)."""
-        return ir.Tensor(
-            _from_bytes(self.tobytes(), self.spec), dtype=self.spec.dtype, name=self.name
-        ).numpy()
+        proto = onnx.TensorProto(data_type=self.dtype.value, dims=list(self.spec.shape))
+        proto.raw_data = self.tobytes()
+        return ir.serde.deserialize_tensor(proto).numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         array = self.numpy()
@@ -148,10 +126,3 @@ class QuantTensor(ir.TensorProtocol):
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.numpy().__dlpack_device__()
-
-
-def _from_bytes(data: bytes, spec: PartSpec) -> Array:
-    proto = ir.serde.onnx.TensorProto(
-        data_type=spec.dtype.value, dims=list(spec.shape), raw_data=data
-    )
-    return ir.serde.deserialize_tensor(proto).numpy()

@@ -28,6 +28,7 @@ _ENTRIES: dict[Kind, dict[str, str]] = {
         "rtn": "qgraph.passes.quantize_rtn:QuantizeRtn",
     },
     "pass": {
+        "adopt_qdq": "qgraph.passes.adopt_qdq:AdoptQdq",
         "quantize_rtn": "qgraph.passes.quantize_rtn:QuantizeRtn",
         "lower_matmul_nbits": "qgraph.passes.lower_matmul_nbits:LowerMatMulNBits",
         "lower_gather_block_quantized": (

@@ -46,6 +46,21 @@ class Rewriter:
         """A new small constant of the main graph."""
         return self.initializer(base, ir.tensor(array))
 
+    def lift_constants(self, scope: ir.Graph) -> None:
+        """Make the Constant nodes of a scope initializers there, under the names they gave."""
+        for node in list(scope):
+            attribute = node.attributes.get("value")
+            if node.op_type != "Constant" or node.domain or attribute is None:
+                continue
+            tensor, output = attribute.as_tensor(), node.outputs[0]
+            name, shape = output.name, ir.Shape(tensor.shape.numpy())
+            value = ir.Value(name=name, shape=shape, type=ir.TensorType(tensor.dtype))
+            value.const_value = tensor
+            tensor.name = name
+            output.replace_all_uses_with(value)
+            scope.remove(node, safe=True)
+            scope.register_initializer(value)
+
     def node(
         self,
         op_type: str,
@@ -94,8 +109,12 @@ class Rewriter:
                 continue
             inputs = [value for value in node.inputs if value is not None]
             node.graph.remove(node, safe=True)
-            for value in inputs:
-                drop_constant(value)
+            self.drop_constants(inputs)
+
+    def drop_constants(self, values: Iterable[ir.Value]) -> None:
+        """Remove those of `values` that are constants which nobody reads any more."""
+        for value in values:
+            drop_constant(value)
 
 
 def _read(value: ir.Value) -> bool:

@@ -23,6 +23,8 @@ from qgraph.out_file import abandoned
 METADATA_KEY = "qgraph"
 # A model of ours with a data file is far smaller; a larger one holds its data itself.
 _WITH_DATA_FILE_BYTES = 200_000_000
+# What temporary names and the data file's name add to the output's, in bytes.
+_NAME_ADDS = 32
 _METADATA_PROPS = 14
 _LENGTH_DELIMITED = 2
 _FIXED = {1: 8, 5: 4}
@@ -40,6 +42,8 @@ def check_output(output: Path, *, force: bool = False, protect: Collection[Path]
     folder = output.parent
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}: create it, or choose another output")
+    if len(os.fsencode(output.name)) > os.pathconf(folder, "PC_NAME_MAX") - _NAME_ADDS:
+        raise InputError(f"the name of the output is too long: {output.name}")
     if output.is_dir():
         raise InputError(f"the output {output} is a folder: name a file in it")
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -65,7 +69,7 @@ def is_ours(path: Path) -> bool:
             for entry in _fields(file, _METADATA_PROPS):
                 if onnx.StringStringEntryProto.FromString(entry).key == METADATA_KEY:
                     return True
-    except (DecodeError, EOFError):
+    except (DecodeError, EOFError, OSError):
         return False
     return False
 

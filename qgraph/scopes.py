@@ -7,6 +7,8 @@ import onnx_ir as ir
 
 def bodies(node: ir.Node) -> tuple[ir.Graph, ...]:
     """The graphs that a node holds in its attributes."""
+    if not node.attributes.data:
+        return ()
     found: list[ir.Graph] = []
     for attr in node.attributes.data.values():
         if attr.type == ir.AttributeType.GRAPH and not attr.is_ref():

@@ -23,8 +23,8 @@ _COPY_BYTES = 1_000_000
 _EXTERNAL = onnx.TensorProto.EXTERNAL
 
 
-def with_data_file(model: ir.Model) -> list[Piece]:
-    """The model as it is, external tensors as references."""
+def alone(model: ir.Model) -> list[Piece]:
+    """The model as it is: of external tensors, only where they are."""
     return [ir.serde.serialize_model(model).SerializeToString(deterministic=True)]
 
 

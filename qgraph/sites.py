@@ -77,8 +77,21 @@ class Weight:
     def rows(self, start: int, stop: int) -> Array:
         """Rows `start:stop` of `[n, k]` as contiguous float32 (a mapped view where possible)."""
         shown = self.view.shape_of(open_array(self.tensor))[start:stop]
-        block = self.view.to_float(np.ascontiguousarray(shown))
-        return np.ascontiguousarray(block)
+        return self.view.to_float(_row_major(shown))
+
+
+def _row_major(shown: Array, tile: int = 16) -> Array:
+    """`shown` `[n, k]` row by row, without a copy where it lies that way.
+
+    A transposed weight is copied in strips of 16 columns, one cache line of float32: numpy's own
+    copy takes one element of each line at a time and is 4 to 10 times slower.
+    """
+    if shown.flags.c_contiguous or shown.strides[0] > shown.strides[1]:
+        return np.ascontiguousarray(shown)
+    rows = np.empty(shown.shape, shown.dtype)
+    for at in range(0, shown.shape[1], tile):
+        rows[:, at : at + tile] = shown[:, at : at + tile]
+    return rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -209,9 +222,9 @@ def _measured(site: Site, root: ir.Value, view: View, orient: Callable[[View, in
     """Fill in shape and weight, or the reason why there is none."""
     shape = root.const_value.shape if root.const_value is not None else root.shape
     dtype = root.const_value.dtype if root.const_value is not None else root.dtype
-    if shape is None or not all(isinstance(d, int) for d in shape):
+    dims = tuple(d for d in shape or () if isinstance(d, int))
+    if shape is None or len(dims) != len(shape):
         return _refused(site, "WEIGHT_NOT_CONSTANT", f"the shape of {root.name} is not known")
-    dims = tuple(int(d) for d in shape)
     if site.state == "float" and dtype not in FLOATS:
         found = "unknown" if dtype is None else dtype.name.lower()
         return _refused(site, "WEIGHT_TYPE", f"weight {root.name} is {found}")

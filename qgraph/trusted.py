@@ -34,4 +34,4 @@ def _spelled(function: ir.Function) -> bytes:
     for node in proto.node:
         node.ClearField("metadata_props")
         node.ClearField("doc_string")
-    return proto.SerializeToString(deterministic=True)
+    return bytes(proto.SerializeToString(deterministic=True))

@@ -82,13 +82,15 @@ class View:
 def _take_slice(array: Array, axis: int, start: int, stop: int, step: int) -> Array:
     index: list[Any] = [slice(None)] * array.ndim
     index[axis] = slice(start, None if stop < 0 and step < 0 else stop, step)
-    return array[tuple(index)]
+    shown: Array = array[tuple(index)]
+    return shown
 
 
 def _index(array: Array, axis: int, at: int) -> Array:
     if not -array.shape[axis] <= at < array.shape[axis]:
         raise IndexError(f"index {at} of axis {axis} with {array.shape[axis]} elements")
-    return array[(slice(None),) * (axis % array.ndim) + (at,)]
+    shown: Array = array[(slice(None),) * (axis % array.ndim) + (at,)]
+    return shown
 
 
 def _reshape(array: Array, shape: tuple[int, ...]) -> Array:
@@ -162,9 +164,10 @@ def _on_split(view: View, node: ir.Node, output: ir.Value) -> View:
     sizes = _ints(node, 1, "split")
     source = node.inputs[0]
     if sizes is None:
-        if source is None or source.shape is None or not isinstance(source.shape[axis], int):
+        total = None if source is None or source.shape is None else source.shape[axis]
+        if not isinstance(total, int):
             raise NotAView(f"Split {node.name} of unknown shape")
-        total, count = int(source.shape[axis]), len(node.outputs)
+        count = len(node.outputs)
         part = -(-total // count)
         sizes = tuple(min(part, total - part * i) for i in range(count))
     at = next(i for i, value in enumerate(node.outputs) if value is output)

@@ -108,16 +108,28 @@ class Save:
             raise
         return self._data_file(written, plan, self._data.path)
 
+    def trial(self, load: Callable[[Path], object]) -> None:
+        """Hand `load` the whole model under temporary names: does a runtime take it?
+
+        With `single_file` the weights are still in the data file. Errors of `load` pass through.
+        """
+        plan, data = self._ready()
+        model = self._write_onnx(plan, data, data.path.name, inside=False)
+        try:
+            load(model.path)
+        finally:
+            model.discard()
+            self._onnx = None
+
     def commit(self) -> list[Path]:
         """Give the files their names; returns them, the .onnx first.
 
         Raises:
             InputError: the disk is full, or the output was taken by another program meanwhile.
         """
-        assert self._plan is not None, "write_data comes first"
-        assert self._data is not None
+        plan, data = self._ready()
         try:
-            return self._commit(self._plan, self._data)
+            return self._commit(plan, data)
         except BaseException:
             self.abort()
             raise
@@ -142,6 +154,11 @@ class Save:
         traceback: TracebackType | None,
     ) -> None:
         self.abort()
+
+    def _ready(self) -> tuple[Plan, OutFile]:
+        assert self._plan is not None, "write_data comes first"
+        assert self._data is not None
+        return self._plan, self._data
 
     def _written(self) -> ir.Model:
         """The part of the model that is saved, tensors shared with it."""
@@ -169,7 +186,9 @@ class Save:
 
     def _commit(self, plan: Plan, data: OutFile) -> list[Path]:
         final = self._final_name(data) if plan.size and not self.single_file else None
-        self._write_onnx(plan, data, final.name if final else "")
+        location = final.name if final else ""
+        new = self._write_onnx(plan, data, location, inside=self.single_file)
+        new.sync()
         check_output(self.output, force=self.force, protect=self.protect)
         old = data_files(self.output, self.stem) if not self.output.is_symlink() else set()
         if final is None:
@@ -179,10 +198,9 @@ class Save:
         else:
             self._new_data = final
             data.rename(final)
-        assert self._onnx is not None
-        self._onnx.rename(self.output)
+        new.rename(self.output)
         self._new_data = None
-        for name in old - {final.name if final else ""}:
+        for name in old - {location}:
             remove_data(self.output.parent / name, self.protect)
         return [self.output, *([final] if final else [])]
 
@@ -195,24 +213,24 @@ class Save:
                 return final
         raise InputError(f"{final} exists with another content: remove it")
 
-    def _write_onnx(self, plan: Plan, data: OutFile, location: str) -> None:
+    def _write_onnx(self, plan: Plan, data: OutFile, location: str, *, inside: bool) -> OutFile:
+        """The .onnx under its temporary name; its weights `inside`, or at `location`."""
         written = self._written()
         folder = data.path.parent
 
         def stored(tensor: ir.TensorProtocol, name: str, main: bool) -> ir.TensorProtocol:
-            if self.single_file and not main and tensor.dtype != ir.DataType.STRING:
+            if inside and not main and tensor.dtype != ir.DataType.STRING:
                 return plan.loaded(tensor, name, data.path)
             return plan.stored(tensor, name, folder, location)
 
         replace_tensors(written, stored)
-        whole = serialize.with_data_inside if self.single_file else serialize.with_data_file
-        pieces = whole(written)
-        if self.single_file:
+        pieces = serialize.with_data_inside(written) if inside else serialize.alone(written)
+        if inside:
             _check_single_file(serialize.size(pieces), self.output)
-        self._onnx = OutFile(folder, self.output.name)
-        self._onnx.allocate(serialize.size(pieces))
-        serialize.write(pieces, data.path, self._onnx)
-        self._onnx.sync()
+        self._onnx = new = OutFile(folder, self.output.name)
+        new.allocate(serialize.size(pieces))
+        serialize.write(pieces, data.path, new)
+        return new
 
 
 def save(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -17,6 +17,7 @@ Arrays: TypeAlias = dict[str, NDArray[Any]]
 Feeds: TypeAlias = Mapping[str, NDArray[Any]]
 Model: TypeAlias = str | Path | bytes | ir.Model
 """A path (the form for models of any size), a serialized model, or a small graph."""
+Run: TypeAlias = Callable[[Path, Sequence[Feeds]], list[Arrays]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Session(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class KernelRun:
-    """One node as it ran: `calls` in all profiled runs, `microseconds` per call on average.
+    """One node as it ran: `calls` and `microseconds` of one run, all calls of it together.
 
     node: the name in the graph that really ran, which an optimizer may have rewritten.
     domain: "" for ONNX's own operators.
@@ -82,6 +83,14 @@ class Runtime(ABC):
         """What the kernels take: installed ones where the runtime is installed, else predicted."""
 
     @abstractmethod
+    def installed(self) -> bool:
+        """Whether the runtime's package can be imported."""
+
+    @abstractmethod
+    def available(self) -> bool:
+        """Whether it is installed with this target's execution provider."""
+
+    @abstractmethod
     def open(
         self, model: Model, *, reference: bool = False, accuracy_level: int = 4, threads: int = 0
     ) -> Session:
@@ -102,7 +111,31 @@ class Runtime(ABC):
     def profile(self, model: Model, feeds: Feeds, *, runs: int = 3) -> list[KernelRun]:
         """Every node that ran, in order of execution, over `runs` runs after one to warm up."""
 
+    @abstractmethod
+    def level_difference(
+        self, bits: int, block: int, dtype: str = "float32", symmetric: bool = True
+    ) -> float:
+        """‖y₄ − y₀‖ / ‖y₀‖ of a small MatMulNBits: above zero, level 4 computes in int8."""
+
+    def load(self, model: Model) -> None:
+        """Open a model and close it again: the proof that it loads."""
+        self.open(model)
+
     def run(self, model: Model, feeds: Sequence[Feeds]) -> list[Arrays]:
         """Open a model once and run it on each of `feeds`: the callable that checks take."""
         session = self.open(model)
         return [session.run(each) for each in feeds]
+
+    def run_or_none(self) -> Run | None:
+        """`run` where this target can run here."""
+        return self.run if self.available() else None
+
+    def synthesize(self, model: Model, *, batch: int = 1, sequence: int = 16) -> Arrays:
+        """Valid inputs for a model; see `synthesize_feeds`."""
+        from qgraph.runtimes.feeds import synthesize_feeds
+
+        return synthesize_feeds(self.inputs(model), batch=batch, sequence=sequence)
+
+    @abstractmethod
+    def inputs(self, model: Model) -> tuple[ValueSpec, ...]:
+        """What a model wants, without loading its weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 
 from qgraph.errors import InputError
@@ -83,7 +83,7 @@ def _values(
         return np.ones(shape, dtype)
     if dtype == np.bool_:
         return np.zeros(shape, dtype)
-    if dtype.kind not in "iu":
+    if not np.issubdtype(dtype, np.integer):
         return rng.standard_normal(shape).astype(dtype)
     if "position" in name:
         return np.broadcast_to(np.arange(shape[-1] if shape else 1), shape).astype(dtype)
@@ -99,12 +99,8 @@ def _values(
 
 
 def _numpy_type(spec: ValueSpec) -> np.dtype[np.generic]:
-    if spec.dtype == "bfloat16":
-        return np.dtype(ml_dtypes.bfloat16)
-    try:
-        dtype: np.dtype[np.generic] = np.dtype(spec.dtype)
-    except TypeError:
-        dtype = np.dtype(np.object_)
-    if dtype.kind not in "biuf":
+    known = {"bool", "float16", "float32", "float64", "bfloat16"}
+    known |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+    if spec.dtype not in known:
         raise InputError(f"input {spec.name} is of type {spec.dtype}: wanted numbers or bool")
-    return dtype
+    return np.dtype(spec.dtype)

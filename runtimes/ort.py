@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from qgraph.capabilities import Capabilities
-from qgraph.runtimes.base import Feeds, KernelRun, Model, Runtime, Session
-from qgraph.runtimes.feeds import synthesize_feeds
+from qgraph.runtimes.base import Feeds, KernelRun, Model, Runtime, Session, ValueSpec
 from qgraph.runtimes.ort_kernels import (
     CPU_PROVIDER,
     CUDA_PROVIDER,
@@ -19,7 +18,7 @@ from qgraph.runtimes.ort_kernels import (
     rules,
 )
 from qgraph.runtimes.ort_levels import level_difference, level_is_real
-from qgraph.runtimes.ort_session import open_session
+from qgraph.runtimes.ort_session import model_inputs, open_session
 
 __all__ = [
     "CPU",
@@ -28,7 +27,6 @@ __all__ = [
     "OrtRuntime",
     "level_difference",
     "level_is_real",
-    "synthesize_feeds",
 ]
 
 
@@ -60,6 +58,26 @@ class OrtRuntime(Runtime):
         from qgraph.runtimes.ort_profile import profile_model
 
         return profile_model(model, feeds, runs=runs, providers=self._providers())
+
+    def installed(self) -> bool:
+        """See `Runtime.installed`."""
+        return installed_version() is not None
+
+    def available(self) -> bool:
+        """See `Runtime.available`."""
+        return self.installed() and self.provider in available_providers()
+
+    def level_difference(
+        self, bits: int, block: int, dtype: str = "float32", symmetric: bool = True
+    ) -> float:
+        """See `Runtime.level_difference`; only the CPU has levels."""
+        if self.provider != CPU_PROVIDER:
+            return 0.0
+        return level_difference(bits, block, dtype, symmetric)
+
+    def inputs(self, model: Model) -> tuple[ValueSpec, ...]:
+        """See `Runtime.inputs`."""
+        return model_inputs(model)
 
     def _providers(self) -> tuple[str, ...]:
         """The target's provider, then the CPU for what it has no kernel for."""

@@ -50,7 +50,7 @@ def _kernel_runs(events: list[dict[str, Any]], runs: int, known: dict[str, str])
         key = (event["name"].removesuffix(_KERNEL), args["op_name"], args.get("provider", ""))
         times.setdefault(key, []).append(float(event["dur"]))
     return [
-        KernelRun(node, op, _domain(node, op, known), provider, len(each), sum(each) / len(each))
+        KernelRun(node, op, _domain(node, op, known), provider, len(each) // runs, sum(each) / runs)
         for (node, op, provider), each in times.items()
     ]
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx
 import onnx_ir as ir
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from qgraph.errors import InputError, MissingExtra
 from qgraph.runtimes.base import Arrays, Feeds, Model, ValueSpec
 
+_NUMPY = {"FLOAT": "float32", "DOUBLE": "float64"}
 SMALL_MODEL = 1_000_000_000
 """The most bytes of tensors that a graph may have that is opened without having been saved."""
 
@@ -22,9 +26,8 @@ SMALL_MODEL = 1_000_000_000
 class OrtSession:
     """A `Session` of ONNX Runtime."""
 
-    def __init__(self, inner: Any, folder: tempfile.TemporaryDirectory[str] | None = None) -> None:
+    def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self._folder = folder
         self.inputs = tuple(_spec(each) for each in inner.get_inputs())
         self.outputs = tuple(_spec(each) for each in inner.get_outputs())
 
@@ -67,12 +70,16 @@ def open_session(
     try:
         inner = ort.InferenceSession(loadable, options, providers=list(providers))
     except _refusals() as error:
-        raise InputError(
-            f"ONNX Runtime refuses {_title(model)}: {_reason(error, model)}"
-        ) from error
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        reason = _reason(error, model)
+        raise InputError(f"ONNX Runtime refuses {_title(model)}: {reason}") from error
     if providers[0] not in inner.get_providers():
         raise InputError(f"{providers[0]} did not start on this machine; check its driver")
-    return OrtSession(inner, folder)
+    session = OrtSession(inner)
+    if folder is not None:
+        weakref.finalize(session, shutil.rmtree, folder, ignore_errors=True)
+    return session
 
 
 def onnxruntime() -> Any:
@@ -106,7 +113,7 @@ def _check_providers(wanted: Sequence[str], available: Sequence[str]) -> None:
             raise MissingExtra("onnxruntime-gpu", "gpu", f"running on {name}")
 
 
-def _loadable(model: Model) -> tuple[str | bytes, tempfile.TemporaryDirectory[str] | None]:
+def _loadable(model: Model) -> tuple[str | bytes, Path | None]:
     """What ONNX Runtime loads, and the folder that has to live as long as the session."""
     if isinstance(model, bytes):
         return model, None
@@ -124,10 +131,9 @@ def _loadable(model: Model) -> tuple[str | bytes, tempfile.TemporaryDirectory[st
             f"a graph with {size / 1e6:.0f} MB of tensors is not opened from memory: "
             "save it and open the file"
         )
-    folder = tempfile.TemporaryDirectory(prefix="qgraph-", ignore_cleanup_errors=True)
-    path = Path(folder.name) / "model.onnx"
-    ir.save(model, path, external_data="model.onnx.data")
-    return str(path), folder
+    folder = Path(tempfile.mkdtemp(prefix="qgraph-"))
+    ir.save(model, folder / "model.onnx", external_data="model.onnx.data")
+    return str(folder / "model.onnx"), folder
 
 
 def _title(model: Model) -> str:
@@ -164,15 +170,40 @@ def _reason(error: Exception, model: Model) -> str:
 
 def nodes(model: Model) -> Iterator[ir.Node]:
     """The nodes of a model that ONNX Runtime is given, bodies included; reads no weights."""
-    if isinstance(model, bytes):
-        model = ir.from_proto(onnx.load_from_string(model))
-    elif not isinstance(model, ir.Model):
-        model = ir.load(Path(model).absolute())
-    return (node for graph in model.graphs() for node in graph)
+    return (node for graph in _graph_of(model).graphs() for node in graph)
+
+
+def model_inputs(model: Model) -> tuple[ValueSpec, ...]:
+    """The inputs that a model must be given; reads no weights.
+
+    Raises:
+        InputError: the file is missing or no ONNX model.
+    """
+    graph = _graph_of(model).graph
+    return tuple(
+        ValueSpec(
+            value.name or "",
+            "" if value.dtype is None else _NUMPY.get(value.dtype.name, value.dtype.name.lower()),
+            tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape or ()),
+        )
+        for value in graph.inputs
+        if value.name not in graph.initializers
+    )
+
+
+def _graph_of(model: Model) -> ir.Model:
+    """`model` as a graph whose weights are not read."""
+    if isinstance(model, ir.Model):
+        return model
+    try:
+        if isinstance(model, bytes):
+            return ir.from_proto(onnx.load_from_string(model))
+        return ir.load(Path(model).absolute())
+    except (OSError, DecodeError) as error:
+        raise InputError(f"{_title(model)} cannot be read: {_one_line(error)}") from error
 
 
 def _spec(arg: Any) -> ValueSpec:
     """A session's input or output in numpy's words: `tensor(float)` is float32."""
     inner = re.sub(r"^.*tensor\((.*)\)\)*$", r"\1", arg.type)
-    dtype = {"float": "float32", "double": "float64", "string": "str"}.get(inner, inner)
-    return ValueSpec(arg.name, dtype, tuple(arg.shape or ()))
+    return ValueSpec(arg.name, _NUMPY.get(inner.upper(), inner), tuple(arg.shape or ()))

@@ -148,9 +148,9 @@ def test_it_starts_with_the_coverage_and_ends_with_what_is_not_fused() -> None:
     assert len(lines) == at + 4
 
 
-def test_all_fused_says_so() -> None:
+def test_all_quantized_says_so() -> None:
     text = rendered(Explanation("m", "file", "ort-cpu", "r", (fused("a"),)))
-    assert text.splitlines()[-1] == "every site is fused"
+    assert text.splitlines()[-1] == "every site is quantized"
     assert "not fused, and why" not in text
 
 

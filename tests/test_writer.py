@@ -53,7 +53,6 @@ class ArraySource(QuantSource):
             self.calls.append((start, stop))
             self.active += (stop - start) * self.k * 4
             self.most_active = max(self.most_active, self.active)
-        assert not self.released
         result = self.format.quantize(self.weight[start:stop], self.scale_dtype)
         with self._lock:
             self.active -= (stop - start) * self.k * 4
@@ -72,7 +71,8 @@ def weights(n: int, k: int, seed: int = 0) -> Array:
 
 
 def make_format(name: str, group: int = 32) -> Format:
-    return dataclasses.replace(registry.load("format", name), group=group)
+    format: Format = registry.load("format", name)
+    return dataclasses.replace(format, group=group)
 
 
 def source(n: int = 300, k: int = 161, name: str = "uint4", seed: int = 0) -> ArraySource:
@@ -113,11 +113,10 @@ def in_file(path: Path, array: Array, offset: int = 64) -> ir.ExternalTensor:
     )
 
 
-def model(nodes: list[ir.Node], initializers: list[ir.Value], k: int, **options: Any) -> ir.Model:
-    """The last node's output is the model's, its first graph input `x [m, k]`."""
-    x = next(v for node in nodes for v in node.inputs if v is not None and v.name == "x")
+def model(x: ir.Value, nodes: list[ir.Node], initializers: list[ir.Value], **more: Any) -> ir.Model:
+    """The last node's output is the model's."""
     y = nodes[-1].outputs[0]
-    y.name, y.type = "y", FLOAT
+    y.name, y.type, y.shape = "y", FLOAT, ir.Shape(["m", None])
     graph = ir.Graph(
         [x],
         [y],
@@ -126,7 +125,7 @@ def model(nodes: list[ir.Node], initializers: list[ir.Value], k: int, **options:
         opset_imports={"": 21, "com.microsoft": 1},
         name="g",
     )
-    result = ir.Model(graph, ir_version=10, **options)
+    result = ir.Model(graph, ir_version=10, **more)
     result.metadata_props["qgraph"] = "{}"
     return result
 
@@ -140,7 +139,7 @@ def fused(of: ArraySource) -> ir.Model:
     x, values = x_input(of.k), parts(of)
     attributes = {"K": of.k, "N": of.n, "bits": 4, "block_size": 32}
     node = ir.node("MatMulNBits", [x, *values], attributes, domain="com.microsoft")
-    return model([node], values, of.k)
+    return model(x, [node], values)
 
 
 def with_float(of: ArraySource, kept: ir.TensorProtocol) -> ir.Model:
@@ -148,7 +147,7 @@ def with_float(of: ArraySource, kept: ir.TensorProtocol) -> ir.Model:
     x, values, bias = x_input(of.k), parts(of), constant("kept", kept)
     attributes = {"K": of.k, "N": of.n, "bits": 4, "block_size": 32}
     node = ir.node("MatMulNBits", [x, *values], attributes, domain="com.microsoft")
-    return model([node, ir.node("Add", [node.outputs[0], bias])], [*values, bias], of.k)
+    return model(x, [node, ir.node("Add", [node.outputs[0], bias])], [*values, bias])
 
 
 def run(path: Path, k: int) -> Array:
@@ -246,7 +245,7 @@ class TestBytes:
         nodes = [ir.node("DequantizeLinear", values, {"axis": 1, "block_size": 32})]
         nodes.append(ir.node("Transpose", nodes[0].outputs, {"perm": [1, 0]}))
         nodes.append(ir.node("MatMul", [x, nodes[1].outputs[0]]))
-        save(model(nodes, values, of.k), out)
+        save(model(x, nodes, values), out)
         np.testing.assert_allclose(run(out, of.k), dequantized(of).T, rtol=0, atol=1e-6)
 
     def test_one_pass_fills_all_parts_of_all_layouts(self, out: Path, small_units: None) -> None:
@@ -331,8 +330,8 @@ class TestBytes:
         nested = ir.node("Constant", [], {"value": ir.tensor(b)})
         then = ir.node("Add", [product.outputs[0], nested.outputs[0]])
         skip = ir.node("Identity", [x])
-        for node in (then, skip):
-            node.outputs[0].type = FLOAT
+        for name, node in {"xA": product, "B": nested, "then": then, "skip": skip}.items():
+            node.outputs[0].name, node.outputs[0].type = name, FLOAT
         branches = {
             "then_branch": ir.Graph(
                 [], then.outputs, nodes=[product, nested, then], initializers=[inner], name="then"
@@ -349,7 +348,7 @@ class TestBytes:
         inside = ir.Graph([p], body[1].outputs, nodes=body, opset_imports={"": 21}, name="PlusD")
         function = ir.Function("own", "PlusD", graph=inside, attributes=[])
         nodes = [yes, chosen, large, total, ir.node("PlusD", total.outputs, domain="own")]
-        whole = model(nodes, [], k, functions=[function])
+        whole = model(x, nodes, [], functions=[function])
         whole.graph.opset_imports["own"] = 1
         for single in (False, True):
             save(whole, out, single_file=single)
@@ -479,6 +478,15 @@ class TestOutput:
         files = save(fused(source(seed=1)), out, force=True)
         assert set(out.parent.iterdir()) == {*files, data}
 
+    def test_data_that_another_tool_gave_our_model_stays(self, out: Path) -> None:
+        [_, ours] = save(fused(source()), out)
+        onnx.save(onnx.load(out), out, save_as_external_data=True, location="weights.data")
+        foreign = out.parent / "weights.data"
+        before = foreign.read_bytes()
+        save(fused(source(seed=1)), out)
+        assert foreign.read_bytes() == before
+        assert ours.exists()
+
     def test_other_content_under_the_data_files_name(self, out: Path) -> None:
         [_, data] = save(fused(source()), out)
         content = data.read_bytes()
@@ -549,6 +557,11 @@ class TestOutput:
         out.mkdir()
         with pytest.raises(InputError, match="is a folder"):
             Save(fused(source()), out)
+
+    def test_a_name_too_long_for_its_temporary(self, out: Path) -> None:
+        with pytest.raises(InputError, match="name of the output is too long"):
+            Save(fused(source()), out.parent / ("m" * 240 + ".onnx"))
+        assert len(save(fused(source()), out.parent / ("m" * 215 + ".onnx"))) == 2
 
     def test_no_permission(self, out: Path, read_only: Path) -> None:
         with pytest.raises(InputError, match="no permission to write"):
@@ -629,6 +642,20 @@ class TestFailures:
             expected = dequantized(source()).T
             np.testing.assert_allclose(run(out, 161), expected, rtol=0, atol=1e-6)
 
+    @pytest.mark.parametrize("single", [False, True])
+    def test_trial(self, out: Path, single: bool) -> None:
+        of = source()
+        with Save(fused(of), out, single_file=single) as saving:
+            saving.write_data()
+            seen: list[Array] = []
+            saving.trial(lambda path: seen.append(run(path, of.k)))
+            np.testing.assert_allclose(seen[0], dequantized(of).T, rtol=0, atol=1e-6)
+            assert len(list(out.parent.iterdir())) == 1
+            with pytest.raises(ZeroDivisionError):
+                saving.trial(lambda path: 1 / 0)
+            assert set(saving.commit()) == set(out.parent.iterdir())
+        assert len(list(out.parent.iterdir())) == (1 if single else 2)
+
     def test_without_commit_nothing_stays(self, out: Path) -> None:
         with Save(fused(source()), out) as saving:
             data = saving.write_data()
@@ -667,12 +694,12 @@ class TestFailures:
     def test_full_disk(
         self, small_disk: Path, monkeypatch: pytest.MonkeyPatch, allocates: bool
     ) -> None:
-        if not allocates:
-            failing = FailsOnce(os.posix_fallocate, 1, OSError(errno.EOPNOTSUPP, "no"))
-            monkeypatch.setattr(os, "posix_fallocate", failing)
         of = source(1000, 161)
         save(fused(of), small_disk / "model.onnx")
         before = snapshot(small_disk)
+        if not allocates:
+            failing = FailsOnce(os.posix_fallocate, 1, OSError(errno.EOPNOTSUPP, "no"))
+            monkeypatch.setattr(os, "posix_fallocate", failing)
         given = loose([*parts(of), constant("kept", weights(1000, 600))])
         pattern = r"no space left in .*: 2,\d{3},\d{3} bytes needed, 1,9\d{2},\d{3} free"
         with pytest.raises(InputError, match=pattern) as raised:

@@ -19,7 +19,7 @@ from qgraph._version import __version__
 from qgraph.cli.demo import demo
 from qgraph.cli.explain import explain
 from qgraph.cli.optimize import optimize
-from qgraph.errors import QGraphError
+from qgraph.errors import InputError, QGraphError
 
 INTERRUPTED = 130
 # What a shell shows for a program that SIGPIPE ended.
@@ -55,8 +55,7 @@ def _common(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help(), err=True)
-        raise typer.Exit(2)
+        raise InputError("no command given: optimize, explain or demo\ntry: qgraph --help")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -72,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        return _say("interrupted; no file was changed", INTERRUPTED)
+        return _say("interrupted", INTERRUPTED)
     except BrokenPipeError:
         # The interpreter flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from rich.console import Console
 
 from qgraph import console, pipeline
 from qgraph.cli.options import group_size
@@ -37,7 +38,7 @@ def run(folder: Path, groups: str) -> None:
             source, target, group=group_size(groups), force=True, progress=stages
         )
         stages.stage("running both on held-out text")
-        text = np.asarray(tiny.batches("eval", _LENGTH + 1, _SEQUENCES))
+        text = tiny.batches("eval", _LENGTH, _SEQUENCES)
         scores = [_score(path, text) for path in (source, target)]
         stages.stage("profiling")
         explanation = pipeline.explain(target, profile=True)
@@ -53,18 +54,15 @@ def run(folder: Path, groups: str) -> None:
 
 
 def _score(path: Path, text: Array) -> _Score:
-    """Bits per byte of a causal model on `text`, int64 `[sequences, length + 1]`."""
+    """How well a model predicts `text`, int64 `[sequences, length]`."""
     session = pipeline.open(path)
     start = time.perf_counter()
-    logits = session.run({"input_ids": text[:, :-1]})["logits"].astype(np.float32)
+    logits = session.run({"input_ids": text})["logits"]
     seconds = time.perf_counter() - start
-    logits -= logits.max(axis=-1, keepdims=True)
-    nats = np.log(np.exp(logits).sum(axis=-1))
-    nats -= np.take_along_axis(logits, text[:, 1:, None], axis=-1)[..., 0]
-    return _Score(float(nats.mean() / np.log(2)), logits.argmax(axis=-1), seconds)
+    return _Score(tiny.bits_per_byte(logits, text), logits.argmax(axis=-1), seconds)
 
 
-def _compare(out: console.Console, scores: list[_Score], sizes: tuple[int, int]) -> None:
+def _compare(out: Console, scores: list[_Score], sizes: tuple[int, int]) -> None:
     reference = scores[0]
     rows = [
         [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,7 +50,7 @@ def explain(
     target: Target = None,
     profile: Profile = False,
     node: Node = None,
-    format: Shape = "table",
+    format_: Shape = "table",
 ) -> None:
     """Show of every linear and embedding its format, kernel, time, and the reason if not fused."""
     from qgraph import console
@@ -61,12 +62,13 @@ def explain(
         with console.Stages(console.messages()) as stages:
             wanted = {} if target is None else {"target": target}
             explanation = pipeline.explain(model, profile=profile, progress=stages, **wanted)
-    if format == "table":
+    if format_ == "table":
         explanation.render(console.output(), node)
         return
     if node is not None:
         explanation = dataclasses.replace(explanation, sites=explanation.select(node))
-    typer.echo(json.dumps(explanation.to_json(), indent=2))
+    json.dump(explanation.to_json(), sys.stdout, indent=2)
+    sys.stdout.write("\n")
 
 
 def _is_json(path: Path) -> bool:

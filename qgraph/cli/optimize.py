@@ -191,7 +191,7 @@ Quiet = Annotated[
 def optimize(
     model: Model,
     int4_groups: Int4Groups = None,
-    format: FormatName = None,
+    format_: FormatName = None,
     group: Group = None,
     solver: Solver = None,
     embedding: Embedding = None,
@@ -220,14 +220,14 @@ def optimize(
     from qgraph import console, pipeline
     from qgraph.cli import outcome
 
-    if int4_groups is not None and (format is not None or group is not None):
+    if int4_groups is not None and (format_ is not None or group is not None):
         raise InputError(
             "--int4-groups is short for --format auto --group N: give one or the other"
         )
     if strict and not check:
         raise InputError("--strict has nothing to judge with --no-check: give one or the other")
     wanted = {
-        "format": "auto" if int4_groups is not None else format,
+        "format": "auto" if int4_groups is not None else format_,
         "group": group_size(int4_groups or group),
         "solver": solver,
         "embedding": embedding,

@@ -129,8 +129,8 @@ class IntegerGroups(Format):
         if self.symmetric:
             furthest = np.where(most > -least, most, least)
             steps = _as_stored(furthest / np.float32(low), furthest, stored)
-            # The opposite extreme, where codes may pass the highest.
-            return _Grid(steps, None, (np.where(steps > 0, most, least) / steps) > high + 0.5)
+            opposite = np.where(steps > 0, most, least)
+            return _Grid(steps, None, np.rint(opposite / steps) > high)
         least, most = np.minimum(least, 0), np.maximum(most, 0)
         span = most / 2 - least / 2  # halved, because max - min may overflow
         steps = _as_stored(span / np.float32(high / 2), most - least, stored)
@@ -242,9 +242,10 @@ class IntegerGroups(Format):
         """The geometry of a row of length `k` in "blocks"."""
         block = layout.block or (0 if self.group else k)
         if not block or (self.group and self.group % block) or (layout.block * self.bits % 8):
+            wanted = f"a divisor of {self.group}" if self.group else "any size"
             raise InputError(
                 f"{self.spell()} cannot lie in blocks of {layout.block}: "
-                f"wanted {self.group or 'a power of two'} or a part of it, in whole bytes"
+                f"wanted {wanted} in whole bytes"
             )
         count = _count(k, block)
         return _Blocks(self.bits, block, count, self.group // block if self.group else count)

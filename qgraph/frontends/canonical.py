@@ -47,10 +47,11 @@ def canonicalize(
     function_inlining.inline_functions(model, lambda f: f.domain == DOMAIN and trusted(f))
     notes += _import_domains(model)
     notes += _fix_initializers(model)
-    node_names, value_names, renamed = naming.name_all(model)
+    names, renamed = naming.name_values(model)
     notes += renamed
     notes += shapes.infer_shapes(model)
-    lifting.lift_constants(model, node_names, value_names)
+    lifting.lift_constants(model, names)
+    notes += naming.name_nodes(model)
     naming.record_aliases(model)
     return notes
 
@@ -82,7 +83,7 @@ def _strip_metadata(model: ir.Model) -> None:
                 _strip(node)
                 for value in node.outputs:
                     _strip(value)
-    if _LOCAL.search(model.doc_string or ""):
+    if model.doc_string and _is_local(model.doc_string):
         model.doc_string = None
 
 
@@ -90,14 +91,19 @@ def _strip(item: Any) -> None:
     """Clean a graph, node, value or tensor."""
     if item is None:
         return
-    if item.doc_string and _LOCAL.search(item.doc_string):
-        if isinstance(item, ir.serde.TensorProtoTensor):
-            item.raw.ClearField("doc_string")
-        else:
-            item.doc_string = None
+    if isinstance(item, ir.serde.TensorProtoTensor):
+        item.raw.ClearField("doc_string")
+        item.raw.ClearField("metadata_props")
+    if item.doc_string and _is_local(item.doc_string):
+        item.doc_string = None
     props = item.metadata_props
-    for key in [k for k, v in props.items() if k.startswith(_EXPORTER) or _LOCAL.search(v)]:
+    for key in [k for k, v in props.items() if k.startswith(_EXPORTER) or _is_local(v)]:
         del props[key]
+
+
+def _is_local(text: str | bytes) -> bool:
+    """Whether a text holds stack traces or local paths; what is no UTF-8 arrives as bytes."""
+    return isinstance(text, bytes) or _LOCAL.search(text) is not None
 
 
 def _remember_module(node: ir.Node) -> None:

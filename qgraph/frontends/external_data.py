@@ -51,7 +51,7 @@ def tensors(message: Any, owner: str = "the graph") -> Iterator[tuple[str, onnx.
     """Every tensor of a protobuf message at any depth, with the words that name it.
 
     Raises:
-        InputError: a sparse tensor, which the graph cannot represent.
+        InputError: a sparse tensor, which the graph cannot represent, or one that is missing.
     """
     kind = message.DESCRIPTOR.full_name
     if kind == _TENSOR:
@@ -64,11 +64,21 @@ def tensors(message: Any, owner: str = "the graph") -> Iterator[tuple[str, onnx.
         )
     if kind == "onnx.NodeProto":
         owner = f"node {message.name or message.op_type!r}"
+    if kind == "onnx.AttributeProto" and _lacks_tensor(message):
+        raise InputError(
+            f"attribute {message.name!r} of {owner} says that it is a tensor, but holds none. "
+            "Export the model again"
+        )
     for field, value in message.ListFields():
         if field.message_type is None or not holds_tensors(field.message_type.full_name):
             continue
         for item in value if field.is_repeated else (value,):
             yield from tensors(item, owner)
+
+
+def _lacks_tensor(attribute: onnx.AttributeProto) -> bool:
+    tensor = attribute.type == onnx.AttributeProto.TENSOR
+    return tensor and not attribute.ref_attr_name and not attribute.HasField("t")
 
 
 def stored_bytes(label: str, tensor: onnx.TensorProto) -> int:

@@ -99,7 +99,13 @@ def _inline_call(scope: ir.Graph, call: ir.Node, function: ir.Function) -> list[
             f"inputs and {len(call.outputs)} outputs; the function has {len(function.inputs)} and "
             f"{len(function.outputs)}. Export the model again"
         )
-    body = function.clone().graph
+    try:
+        body = function.clone().graph
+    except RuntimeError as error:  # what the cloner says of a value that it has not met
+        raise InputError(
+            f"function {function.domain}::{function.name} reads a value that nothing in it "
+            "defines. Export the model again"
+        ) from error
     _bind_attributes(body, function, call)
     _prefix_names(body, call.name or call.outputs[0].name or function.name)
     missing = [None] * (len(body.inputs) - len(call.inputs))

@@ -18,10 +18,10 @@ def is_body_weight(tensor: ir.TensorProtocol) -> bool:
     return tensor.dtype in FLOATS and len(tensor.shape) >= 2
 
 
-def lift_constants(model: ir.Model, node_names: Names, value_names: Names) -> None:
+def lift_constants(model: ir.Model, names: Names) -> None:
     """Make Constant nodes initializers of their scope, then weights of bodies those of the graph.
 
-    Constants of strings stay nodes. Names must be unique across scopes.
+    Constants of strings stay nodes. Names of values must be unique across scopes.
     """
     walk = scopes(model.graph)
     for scope in walk:
@@ -30,20 +30,22 @@ def lift_constants(model: ir.Model, node_names: Names, value_names: Names) -> No
             if tensor is None:
                 continue
             if node.outputs[0].is_graph_output():
-                _copy_output(model, node.outputs[0], node_names, value_names)
+                _copy_output(model, node.outputs[0], names)
             _to_initializer(scope, node, tensor)
     for body in walk[1:]:
         for value in list(body.initializers.values()):
             if value.const_value is not None and is_body_weight(value.const_value):
                 if value.is_graph_output():
-                    _copy_output(model, value, node_names, value_names)
+                    _copy_output(model, value, names)
                 del body.initializers[value.name or ""]
                 model.graph.register_initializer(value)
 
 
 def constant_of(node: ir.Node) -> ir.TensorProtocol | None:
     """The numbers that a Constant node holds, or None for other nodes and for strings."""
-    if node.op_type != "Constant" or node.domain != "" or len(node.attributes) != 1:
+    if node.op_type != "Constant" or node.domain != "":
+        return None
+    if len(node.attributes) != 1 or len(node.outputs) != 1:
         return None
     (attr,) = node.attributes.values()
     if attr.is_ref():
@@ -76,7 +78,7 @@ def _to_initializer(scope: ir.Graph, node: ir.Node, tensor: ir.TensorProtocol) -
     scope.register_initializer(value)
 
 
-def _copy_output(model: ir.Model, value: ir.Value, node_names: Names, value_names: Names) -> None:
+def _copy_output(model: ir.Model, value: ir.Value, names: Names) -> None:
     """Let a copy of `value`, which is an output of its scope, be that output.
 
     Bodies hand over outputs by position, so there the constant keeps its name; the outputs of
@@ -85,14 +87,14 @@ def _copy_output(model: ir.Model, value: ir.Value, node_names: Names, value_name
     scope = value.graph
     assert scope is not None
     name = value.name or ""
-    node = ir.Node("", "Identity", [value], name=node_names.fresh(f"{name}/Identity"))
+    node = ir.Node("", "Identity", [value], name="")
     copy = node.outputs[0]
     copy.type, copy.shape = value.type, value.shape
     if scope is model.graph:
-        copy.name, value.name = name, value_names.fresh(f"{name}/value")
+        copy.name, value.name = name, names.fresh(f"{name}/value")
         add_alias(value, name)
     else:
-        copy.name = value_names.fresh(f"{name}/copy")
+        copy.name = names.fresh(f"{name}/copy")
     for place, output in enumerate(scope.outputs):
         if output is value:
             scope.outputs[place] = copy

@@ -36,36 +36,41 @@ class Names:
         return name
 
 
-def name_all(model: ir.Model) -> tuple[Names, Names, list[Note]]:
-    """Name every node and value once; of two with one name the later in the walk is renamed.
+def name_values(model: ir.Model) -> tuple[Names, list[Note]]:
+    """Name every value once; of two with one name the later in the walk is renamed.
 
     The main graph comes first, then the bodies in the order of their nodes, so that a name of
-    the main graph (inputs and outputs above all) never changes. A nameless node is called after
-    its op and first output.
+    the main graph (inputs and outputs above all) never changes.
 
     Returns:
-        The names of nodes, the names of values, and a note for each one that was renamed.
+        The names in use, and a note for each value that was renamed.
     """
-    walk = scopes(model.graph)
-    values = [value for scope in walk for value in _values(scope)]
-    nodes = [node for scope in walk for node in scope]
-    value_names = Names({value.name for value in values if value.name})
-    node_names = Names({node.name for node in nodes if node.name})
+    values = [value for scope in scopes(model.graph) for value in _values(scope)]
+    names = Names({value.name for value in values if value.name})
     notes: list[Note] = []
     for value in values:
         old = value.name or ""
-        new = value_names.take(old) if old else value_names.fresh("value")
-        if new != old:
-            value.name = new
-            if old:
-                add_alias(value, old)
-                notes.append(_renamed("value", old, new))
+        new = names.take(old) if old else names.fresh("value")
+        if new == old:
+            continue
+        value.name = new
+        if old:
+            add_alias(value, old)
+            notes.append(_renamed("value", old, new))
+    return names, notes
+
+
+def name_nodes(model: ir.Model) -> list[Note]:
+    """Name every node once, in the same order; a nameless one after its op and first output."""
+    nodes = [node for scope in scopes(model.graph) for node in scope]
+    names = Names({node.name for node in nodes if node.name})
+    notes: list[Note] = []
     for node in nodes:
         old = node.name or ""
-        node.name = node_names.take(old) if old else node_names.fresh(_called_after(node))
+        node.name = names.take(old) if old else names.fresh(_called_after(node))
         if old and node.name != old:
             notes.append(_renamed("node", old, node.name))
-    return node_names, value_names, notes
+    return notes
 
 
 def add_alias(value: ir.Value, name: str) -> None:

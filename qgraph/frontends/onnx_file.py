@@ -10,7 +10,8 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from qgraph.errors import InputError
-from qgraph.frontends import external_data
+from qgraph.frontends import external_data, inline_data
+from qgraph.scopes import scopes
 
 LARGEST = 2**31 - 1
 """The most bytes that a protobuf message may have."""
@@ -46,8 +47,9 @@ def load(path: str | os.PathLike[str]) -> ir.Model:
             _check_inline(label, tensor)
     try:
         model = ir.serde.deserialize_model(proto)
-    except (ir.serde.SerdeError, NotImplementedError, ValueError, KeyError) as error:
-        raise InputError(f"{file}: {_cause(error)}") from error
+    except Exception as error:  # onnx-ir raises many kinds for what a graph must not hold
+        raise InputError(f"{file} is no valid ONNX model: {_cause(error)}") from error
+    _check_text(model)
     files.anchor(model)
     return model
 
@@ -88,17 +90,18 @@ def _neighbours(file: str) -> str:
 
 
 def _parse(file: str) -> onnx.ModelProto:
-    with open(file, "rb") as stream:
-        data = stream.read()
+    data = inline_data.read(file)
     proto = onnx.ModelProto()
     try:
         proto.ParseFromString(data)
     except DecodeError:
-        raise InputError(f"{file} is no ONNX model: {_describe(data)}") from None
+        raise InputError(
+            f"{file} is no ONNX model: {_describe(data[:64], os.path.getsize(file))}"
+        ) from None
     return proto
 
 
-def _describe(data: bytes) -> str:
+def _describe(data: bytes, size: int) -> str:
     """What a file that does not parse is, as far as its first bytes tell, and the way out."""
     kind = next((words for magic, words in _KINDS if data.startswith(magic)), None)
     if kind:
@@ -109,10 +112,10 @@ def _describe(data: bytes) -> str:
         return "it is a safetensors file"
     if data[:1] == b"\x08":
         return (
-            f"it begins like one, but breaks off or is damaged ({len(data)} bytes found). "
+            f"it begins like one, but breaks off or is damaged ({size} bytes found). "
             "Copy or download it again and compare sizes"
         )
-    return f"found {len(data)} bytes that begin with {data[:8]!r}"
+    return f"found {size} bytes that begin with {data[:8]!r}"
 
 
 def _check_model(proto: onnx.ModelProto, file: str) -> None:
@@ -162,6 +165,24 @@ def _check_inline(label: str, tensor: onnx.TensorProto) -> None:
 
 def _name(tensor: onnx.TensorProto) -> str:
     return ir.DataType(tensor.data_type).name
+
+
+def _check_text(model: ir.Model) -> None:
+    """Names must be text; protobuf hands over bytes where they are no UTF-8."""
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        for scope in scopes(graph):
+            words: list[object] = [*scope.opset_imports]
+            values = [*scope.inputs, *scope.outputs, *scope.initializers.values()]
+            for node in scope:
+                words += (node.name, node.op_type, node.domain, *node.attributes.data)
+                values += node.outputs
+            words += (value.name for value in values)
+            for word in words:
+                if isinstance(word, bytes):
+                    raise InputError(
+                        f"the name {word!r} is no UTF-8 text: the file is damaged or was written "
+                        "by a broken exporter. Copy or export it again"
+                    )
 
 
 def _cause(error: BaseException) -> str:

@@ -86,9 +86,7 @@ def _infos(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
 
 def _is_known(value: ir.Value) -> bool:
     return (
-        value.type is not None
-        and value.shape is not None
-        and not any(isinstance(dim, ir.SymbolicDim) and dim.value is None for dim in value.shape)
+        value.type is not None and value.shape is not None and not any(map(_is_blank, value.shape))
     )
 
 
@@ -97,11 +95,17 @@ def _merge(value: ir.Value, found: onnx.TypeProto) -> None:
         value.type = ir.serde.deserialize_type_proto_for_type(found)
     shape = ir.serde.deserialize_type_proto_for_shape(found)
     if shape is None or value.shape is None:
-        value.shape = value.shape if shape is None else shape
+        value.shape = value.shape if shape is None else ir.Shape(map(_dim, shape))
     elif len(shape) == len(value.shape):
-        value.shape = ir.Shape(
-            [
-                new if isinstance(old, ir.SymbolicDim) and old.value is None else old
-                for old, new in zip(value.shape, shape, strict=True)
-            ]
-        )
+        both = zip(value.shape, shape, strict=True)
+        value.shape = ir.Shape(_dim(new) if _is_blank(old) else old for old, new in both)
+
+
+def _is_blank(dim: object) -> bool:
+    return isinstance(dim, ir.SymbolicDim) and dim.value is None
+
+
+def _dim(dim: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
+    """The dimension as found, unless its name is one that inference made up."""
+    made_up = isinstance(dim, ir.SymbolicDim) and str(dim.value).startswith("unk__")
+    return ir.SymbolicDim(None) if made_up else dim

@@ -231,7 +231,10 @@ BAD_FILES = {
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
     "page": (b"<!DOCTYPE html><html></html>", "HTML"),
     "json": (b'{"irVersion": "10"}', "JSON"),
-    "graph only": (parser.parse_graph("g (float x) => (y) {y = Abs (x)}").SerializeToString(), "model"),
+    "graph only": (
+        parser.parse_graph("g (float x) => (y) {y = Abs (x)}").SerializeToString(),
+        "model",
+    ),
 }
 
 
@@ -363,20 +366,39 @@ def test_what_the_graph_cannot_represent_is_refused_by_name(tmp_path: Path) -> N
         onnx_file.load(path)
 
 
+def test_names_that_are_no_text_and_attributes_that_hold_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    data = parser.parse_model(TEXT).SerializeToString()
+    assert data.count(b"product") == 1
+    path.write_bytes(data.replace(b"product", b"pro\xffuct"))
+    with pytest.raises(InputError, match=r"name b'pro\\xffuct' is no UTF-8"):
+        onnx_file.load(path)
+
+    proto = parser.parse_model(TEXT)
+    in_an_attribute(proto)
+    proto.graph.node[-1].attribute[0].ClearField("t")
+    path.write_bytes(proto.SerializeToString())
+    with pytest.raises(InputError, match=r"attribute 'value' of node 'held'.*holds none"):
+        onnx_file.load(path)
+
+
 LAZY = """
-import resource, sys
+import sys
 import onnx_ir as ir
 from qgraph.frontends import canonical, onnx_file
 from qgraph.verify import verify
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():
+    # Unlike ru_maxrss, this does not start at the peak of the process that started this one.
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+before = peak()
 model = onnx_file.load(sys.argv[1])
 canonical.canonicalize(model)
 verify(model)
 tensor = model.graph.initializers["W"].const_value
 assert isinstance(tensor, ir.ExternalTensor) and tensor.raw is None
 assert model.graph.outputs[0].shape == ir.Shape([2, 65536])
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(before, after)
+print(before, peak())
 """
 
 

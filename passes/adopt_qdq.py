@@ -1,0 +1,91 @@
+"""Take over weights that the model brings quantized, without rounding them again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import ClassVar
+
+from qgraph.adopted import ADOPTED, AdoptedSource, StoredSource, adopt
+from qgraph.formats.base import PARTS
+from qgraph.graph import Graph
+from qgraph.passes.base import Context, Pass
+from qgraph.passes.dequantize import DequantizeWriter, read_from
+from qgraph.plan import Decision
+from qgraph.quant_tensor import QuantTensor
+from qgraph.report import Outcome, Step
+from qgraph.rewrite import Rewriter
+from qgraph.sites import Refusal, Site
+
+
+@dataclasses.dataclass(frozen=True)
+class AdoptQdq(Pass):
+    """Q/DQ models of other tools, and graphs saved before they were lowered.
+
+    before:  w = DequantizeLinear <axis = 0, block_size = 32> (codes, scales, zeros)
+             y = MatMul(x, w)
+    after:   w = qgraph::DequantizeUint4V1 <k, dtype> (codes', scales', zeros')
+             t = Transpose <perm = [1, 0]> (w)
+             y = MatMul(x, t)
+    """
+
+    name: ClassVar[str] = "adopt_qdq"
+
+    def run(self, graph: Graph, context: Context) -> list[Step]:
+        """Adopt each planned site; sites that read the same codes alike share one source."""
+        rewriter = Rewriter(graph.model)
+        writer = DequantizeWriter(rewriter)
+        sources: dict[Hashable, AdoptedSource] = {}
+        steps = []
+        for site in graph.sites():
+            decision = context.plan.of(site.name)
+            if site.state not in ("qdq", "dequantize") or decision is None:
+                continue
+            if decision.solver != ADOPTED:
+                steps.append(_kept(site, decision))
+                continue
+            found = adopt(site)
+            if isinstance(found, Refusal):
+                steps.append(
+                    Step(self.name, "adopt", site.name, "refused", found.code, found.detail)
+                )
+                continue
+            source = sources.setdefault(found.key, found)
+            if isinstance(source, StoredSource):
+                _make_lazy(site, source)
+            else:
+                read_from(writer.write(source), site, rewriter)
+            steps.append(_done(site, decision, source))
+        return steps
+
+
+def _make_lazy(site: Site, source: StoredSource) -> None:
+    """Let the constants of a `qgraph::Dequantize…` node come from `source`: same bytes."""
+    assert site.dequantizer is not None
+    for part, value in zip(PARTS, site.dequantizer.inputs, strict=False):
+        if value is not None and not isinstance(value.const_value, QuantTensor):
+            layout = source.format.default_layout
+            value.const_value = QuantTensor(source, part, layout, value.name or "")
+
+
+def _kept(site: Site, decision: Decision) -> Step:
+    reason = decision.reason
+    outcome: Outcome = "refused" if reason not in (None, "EXCLUDED") else "kept"
+    return Step(AdoptQdq.name, "keep", site.name, outcome, reason, decision.detail)
+
+
+def _done(site: Site, decision: Decision, source: AdoptedSource) -> Step:
+    detail = f"{decision.format}" + (f"; {decision.detail}" if decision.detail else "")
+    assert site.dequantizer is not None
+    return Step(
+        AdoptQdq.name,
+        f"{site.dequantizer.op_type} → {source.format.function_name}",
+        site.name,
+        "done",
+        decision.reason,
+        detail,
+        source.stored_bytes,
+        decision.packed_bytes,
+        error=0.0,
+    )
+

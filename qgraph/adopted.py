@@ -1,0 +1,255 @@
+"""Weights that a model brings quantized: in which of our formats they are, code for code.
+
+Two spellings are known: DequantizeLinear, as other tools write it, and the `qgraph::Dequantize…`
+of a saved graph. Nothing is rounded again; what no format holds exactly is refused with a reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Hashable
+
+import numpy as np
+import onnx_ir as ir
+
+from qgraph import registry
+from qgraph.constants import open_array, release
+from qgraph.errors import InputError
+from qgraph.formats.base import GROUPS, PARTS, Array, Format, Layout, Part, QuantizedWeight
+from qgraph.qdq_weight import SIGNED, UNSIGNED, NoGrid, QdqWeight, locate, read_all
+from qgraph.quant_tensor import Deviation, QuantSource, QuantTensor
+from qgraph.sites import Refusal, Site
+
+ADOPTED = "adopted"
+"""The solver's name of weights that came quantized."""
+EXACT_CASTS = {
+    ir.DataType.FLOAT16: ir.DataType.FLOAT,
+    ir.DataType.BFLOAT16: ir.DataType.FLOAT,
+}
+"""Casts behind a DequantizeLinear that lose nothing."""
+
+
+class AdoptedSource(QuantSource):
+    """Codes, scales and zero points that lie in the model already.
+
+    key: equal for two sources of the same rows.
+    """
+
+    key: Hashable
+    stored_bytes: int
+    """What the constants take in the model as it is."""
+
+    def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:
+        """Nothing was rounded: codes, scales and zero points must be equal."""
+        own = self.block(start, stop)
+        same = _equal(own.codes, weight.codes) and _equal(own.scales, weight.scales)
+        same = same and _equal(own.zeros, weight.zeros)
+        rows = self.format.dequantize(own).reshape(-1)
+        return Deviation(0.0 if same else float("inf"), 0.0, float(rows @ rows))
+
+    @abstractmethod
+    def block(self, start: int, stop: int) -> QuantizedWeight:
+        """See `QuantSource.block`."""
+
+
+def _equal(one: Array | None, other: Array | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return bool(np.array_equal(one, other, equal_nan=one.dtype.kind == "f"))
+
+
+class QdqSource(AdoptedSource):
+    """A weight behind a DequantizeLinear."""
+
+    def __init__(
+        self, weight: QdqWeight, fmt: Format, scale_dtype: ir.DataType, factor: float, name: str
+    ) -> None:
+        self.weight, self.format, self.factor = weight, fmt, factor
+        self.n, self.k = weight.n, weight.k
+        self.scale_dtype, self.name = scale_dtype, name
+        self.key = (weight.key, scale_dtype, factor)
+        self.stored_bytes = sum(tensor.nbytes for tensor in self._constants)
+        symmetric_offset = 0 if weight.codes.dtype in SIGNED else 1 << (fmt.bits - 1)
+        unsigned_offset = 1 << (fmt.bits - 1) if weight.codes.dtype in SIGNED else 0
+        self._offset = np.uint8(symmetric_offset if fmt.symmetric else unsigned_offset)
+
+    @property
+    def _constants(self) -> list[ir.TensorProtocol]:
+        weight = self.weight
+        return [t for t in (weight.codes, weight.scales, weight.zeros) if t is not None]
+
+    def block(self, start: int, stop: int) -> QuantizedWeight:
+        """Rows `start:stop`; modulo 2^8 adding and subtracting 2^(bits-1) are one."""
+        weight, group = self.weight, self.format.group
+        codes = weight.read_codes(start, stop).view(np.uint8)
+        scales = weight.read_scales(start, stop, group).astype(self.scale_dtype.numpy(), copy=False)
+        if self.factor != 1.0:
+            scales = scales * scales.dtype.type(self.factor)
+        if self.format.symmetric:
+            return QuantizedWeight((codes - self._offset).view(np.int8), scales)
+        zeros = weight.read_zeros(start, stop, group)
+        if zeros is None:
+            zeros = np.zeros(scales.shape, np.uint8)
+        return QuantizedWeight(codes + self._offset, scales, zeros.view(np.uint8) + self._offset)
+
+    def release(self) -> None:
+        """Let go of mapped files, where the tensors hold them."""
+        for tensor in self._constants:
+            release(tensor)
+
+
+class StoredSource(AdoptedSource):
+    """A weight that an earlier run packed for `qgraph::Dequantize…`."""
+
+    def __init__(
+        self, parts: dict[Part, ir.TensorProtocol], fmt: Format, n: int, k: int, name: str
+    ) -> None:
+        self.stored, self.format = parts, fmt
+        self.n, self.k, self.name = n, k, name
+        self.scale_dtype = parts["scales"].dtype
+        self.key = tuple(id(tensor) for tensor in parts.values())
+        self.stored_bytes = sum(tensor.nbytes for tensor in parts.values())
+
+    def block(self, start: int, stop: int) -> QuantizedWeight:
+        """Rows `start:stop`, unpacked from the stored parts."""
+        rows = {part: open_array(tensor)[start:stop] for part, tensor in self.stored.items()}
+        return self.format.unpack(rows, stop - start, self.k, self.format.default_layout)
+
+    def release(self) -> None:
+        """Let go of mapped files, where the tensors hold them."""
+        for tensor in self.stored.values():
+            release(tensor)
+
+
+def adopt(site: Site) -> AdoptedSource | Refusal:
+    """The source behind a site whose weight is quantized already, or why there is none."""
+    assert site.weight is not None and site.dequantizer is not None
+    if site.state == "dequantize":
+        return _from_dequantize(site, site.dequantizer)
+    return _from_dequantize_linear(site, site.dequantizer)
+
+
+def constants_of(node: ir.Node) -> dict[Part, ir.TensorProtocol] | None:
+    """Codes, scales and zero points of a dequantizing node; None if they are computed."""
+    found: dict[Part, ir.TensorProtocol] = {}
+    for part, value in zip(PARTS, node.inputs, strict=False):
+        if value is None:
+            continue
+        if value.const_value is None:
+            return None
+        found[part] = value.const_value
+    return found if "scales" in found else None
+
+
+def _from_dequantize(site: Site, node: ir.Node) -> AdoptedSource | Refusal:
+    parts = constants_of(node)
+    if parts is None:
+        return Refusal("WEIGHT_NOT_CONSTANT", f"inputs of {node.name} are computed")
+    tensor = parts["codes"]
+    if isinstance(tensor, QuantTensor):
+        assert isinstance(tensor.source, AdoptedSource)
+        return tensor.source
+    name = node.op_type.removeprefix("Dequantize").removesuffix("V1").lower()
+    if name not in registry.names("format"):
+        return Refusal("WEIGHT_TYPE", f"{node.op_type} is no format of this version")
+    fmt: Format = registry.load("format", name)
+    n, count, width = (int(d) for d in tensor.shape.numpy())
+    block = width * 8 // fmt.bits
+    group = block if block in GROUPS else 0
+    if not group and count > 1:
+        return Refusal("BLOCK_UNSUPPORTED", f"blocks of {block}")
+    k = node.attributes.get_int("k", 0)
+    fmt = dataclasses.replace(fmt, group=group)
+    name = site.weight_name.removesuffix(".codes")
+    source = StoredSource(parts, fmt, n, k, name)
+    try:
+        wanted = source.parts(fmt.default_layout)
+    except InputError as error:
+        return Refusal("WEIGHT_TYPE", str(error))
+    if any(wanted[p].shape != tuple(parts[p].shape.numpy()) for p in wanted if p in parts) or (
+        wanted.keys() != parts.keys()
+    ):
+        return Refusal("WEIGHT_TYPE", f"the parts of {node.name} do not fit [{n}, {k}]")
+    return source
+
+
+def _from_dequantize_linear(site: Site, node: ir.Node) -> AdoptedSource | Refusal:
+    parts = constants_of(node)
+    assert site.weight is not None
+    if parts is None:
+        return Refusal("WEIGHT_NOT_CONSTANT", f"codes or scales of {node.name} are computed")
+    codes, scales, zeros = parts["codes"], parts["scales"], parts.get("zeros")
+    refusal = _type_refusal(codes, scales, site)
+    if refusal is not None:
+        return refusal
+    axis, block = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
+    try:
+        weight = locate(codes, scales, zeros, axis, block, site.weight.view)
+        group = _group(weight.span)
+    except NoGrid as error:
+        return Refusal("DQ_GRANULARITY", f"{node.name}: {error.args[0]}")
+    if group is None:
+        return Refusal("BLOCK_UNSUPPORTED", f"{node.name} has blocks of {weight.span}")
+    symmetric = _is_symmetric(codes.dtype, zeros)
+    fmt: Format = registry.load("format", f"{'int' if symmetric else 'uint'}{weight.bits}")
+    fmt = dataclasses.replace(fmt, group=group)
+    assert site.dtype is not None
+    source = QdqSource(weight, fmt, site.dtype, site.weight.view.factor, site.weight_name)
+    return _scale_refusal(source, scales) or source
+
+
+def _type_refusal(
+    codes: ir.TensorProtocol, scales: ir.TensorProtocol, site: Site
+) -> Refusal | None:
+    """Why codes or scales of these types cannot be taken over as they are."""
+    if codes.dtype not in (*SIGNED, *UNSIGNED):
+        name = codes.dtype.name.lower()
+        integer = codes.dtype.is_integer()
+        code = "BITS_UNSUPPORTED" if integer else "WEIGHT_TYPE"
+        return Refusal(code, f"its codes are {name}")
+    assert site.weight is not None and site.dequantizer is not None
+    made = ir.DataType(site.dequantizer.attributes.get_int("output_dtype", 0)) or scales.dtype
+    types = [scales.dtype, made, *site.weight.view.casts]
+    for before, after in zip(types, types[1:], strict=False):
+        if before != after and EXACT_CASTS.get(before) != after:
+            detail = f"{before.name.lower()} scales are cast to {after.name.lower()}"
+            return Refusal("DTYPE_HAS_NO_KERNEL", detail)
+    if types[-1] != site.dtype or site.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
+        found = "unknown" if site.dtype is None else site.dtype.name.lower()
+        return Refusal("DTYPE_HAS_NO_KERNEL", f"the activation is {found}")
+    return None
+
+
+def _scale_refusal(source: QdqSource, scales: ir.TensorProtocol) -> Refusal | None:
+    """NaN or infinity among the scales, or an alpha that they cannot take up exactly."""
+    values = open_array(scales)
+    if not np.isfinite(values).all():
+        return Refusal("NON_FINITE_WEIGHT", f"scales {scales.name} hold NaN or infinity")
+    if source.factor == 1.0:
+        return None
+    with np.errstate(over="ignore", under="ignore"):
+        stored = source.scale_dtype.numpy()
+        wide = values.astype(np.float64) * source.factor
+        scaled = values.astype(stored) * stored.type(source.factor)
+    exact = np.array_equal(scaled.astype(np.float64), wide)
+    rounded = source.scale_dtype == ir.DataType.FLOAT and np.allclose(scaled, wide, rtol=2e-7, atol=0)
+    if exact or rounded:
+        return None
+    return Refusal("GEMM_ALPHA_BETA", f"alpha {source.factor:g} does not fit the scales' type")
+
+
+def _is_symmetric(dtype: ir.DataType, zeros: ir.TensorProtocol | None) -> bool:
+    """Whether every zero point is the middle of the codes' range."""
+    middle = 0 if dtype in SIGNED else 1 << (dtype.bitwidth - 1)
+    if zeros is None:
+        return middle == 0
+    return bool((read_all(zeros) == middle).all())
+
+
+def _group(span: int) -> int | None:
+    """The largest group of ours that divides `span` (then scales repeat); None for none."""
+    if span == 0:
+        return 0
+    fitting = [group for group in GROUPS if group and span % group == 0]
+    return max(fitting, default=None)

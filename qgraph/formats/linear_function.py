@@ -1,0 +1,157 @@
+"""`qgraph::Linear…`: x · Wᵀ from packed codes in standard operators, for targets without a kernel.
+
+A Scan over blocks of 128 rows: one block is float at a time, and what depends on the Scan cannot
+be folded into floats when a runtime loads the model. Only operators whose meaning has not changed
+since opset 13. Codes stay in the order of their bytes; it is the activation that is reordered.
+An empty activation is computed as one row of zeros (ONNX Runtime's Scan of nothing ends the process).
+"""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+
+from qgraph.formats.base import Format
+
+ROWS = 128
+"""Rows of W that are float at a time."""
+
+_TEXT = """
+<domain: "qgraph", opset_import: ["" : {opset}]>
+{name} <k, dtype> (x, codes, scales{zeros}) => (y) {{
+    zero = Constant <value_ints = [0]> ()
+    one = Constant <value_ints = [1]> ()
+    two = Constant <value_ints = [2]> ()
+    three = Constant <value_ints = [3]> ()
+    last = Constant <value_ints = [-1]> ()
+    rows_in_block = Constant <value_ints = [{rows}]> ()
+    planes = Constant <value_ints = [{planes}]> ()
+    codes_shape = Shape (codes)
+    n = Slice (codes_shape, zero, one)
+    groups = Slice (codes_shape, one, two)
+    bytes = Slice (codes_shape, two, three)
+    bytes_in_row = Mul (groups, bytes)
+    width = Mul (bytes_in_row, planes)
+    k_number = Constant <value_int: int = @k> ()
+    k_vector = Reshape (k_number, one)
+    x_shape = Shape (x)
+    lead = Slice (x_shape, zero, last)
+    lead_1 = Max (lead, one)
+    lead_and_1 = Concat <axis = 0> (lead_1, one)
+    m_1 = ReduceProd <keepdims = 1> (lead_and_1)
+    flat_shape = Concat <axis = 0> (last, k_vector)
+    flat = Reshape (x, flat_shape)
+    wide = Cast <to = 1> (flat)
+    flat_sizes = Shape (wide)
+    m = Slice (flat_sizes, zero, one)
+    lacking_rows = Sub (m_1, m)
+    lacking_columns = Sub (width, k_vector)
+    x_pads = Concat <axis = 0> (zero, zero, lacking_rows, lacking_columns)
+    padded = Pad (wide, x_pads)
+    by_code_shape = Concat <axis = 0> (last, groups, bytes, planes)
+    by_code = Reshape (padded, by_code_shape)
+    by_plane = Transpose <perm = [0, 1, 3, 2]> (by_code)
+    columns_shape = Concat <axis = 0> (last, width)
+    columns = Reshape (by_plane, columns_shape)
+    first_row = Squeeze (zero)
+    end_row = Squeeze (n)
+    step = Squeeze (rows_in_block)
+    starts = Range (first_row, end_row, step)
+    parts = Scan <num_scan_inputs = 1, scan_output_axes = [1], body = block (int64 start) => (float[M, P] part) {{
+        begin = Reshape (start, one)
+        end = Add (begin, rows_in_block)
+        packed = Slice (codes, begin, end, zero)
+{unpack}
+{center}
+        steps = Slice (scales, begin, end, zero)
+        wide_steps = Cast <to = 1> (steps)
+        steps_column = Unsqueeze (wide_steps, two)
+        scaled = Mul (centered, steps_column)
+        w_shape = Concat <axis = 0> (last, width)
+        w = Reshape (scaled, w_shape)
+        w_transposed = Transpose <perm = [1, 0]> (w)
+        product = MatMul (columns, w_transposed)
+        stop = Min (end, n)
+        lacking = Sub (end, stop)
+        part_pads = Concat <axis = 0> (zero, zero, zero, lacking)
+        part = Pad (product, part_pads)
+    }}> (starts)
+    stacked_shape = Concat <axis = 0> (lead_1, last)
+    stacked = Reshape (parts, stacked_shape)
+    y_shape = Concat <axis = 0> (lead, n)
+    begins = Mul (y_shape, zero)
+    shaped = Slice (stacked, begins, y_shape)
+    y = Cast <to: int = @dtype> (shaped)
+}}
+"""
+
+
+def linear_name(fmt: Format) -> str:
+    """`LinearInt4V1` for the format whose function is `DequantizeInt4V1`."""
+    return fmt.function_name.replace("Dequantize", "Linear")
+
+
+def linear_function(fmt: Format, opset: int) -> ir.Function:
+    """`qgraph::Linear…V1(x, codes, scales[, zeros]) -> y`, computed in float32, cast to `dtype`.
+
+    For formats of integer codes. x: `[…, K]` of any rank, y: `[…, N]`. Codes, scales and zeros
+    lie as "blocks" of any size. Attributes: `k`, the row length; `dtype`, the ONNX type of y.
+    """
+    bits, offset = fmt.bits, 1 << (fmt.bits - 1) if fmt.symmetric else None
+    text = _TEXT.format(
+        name=linear_name(fmt),
+        opset=opset,
+        zeros=", zeros" if offset is None else "",
+        rows=ROWS,
+        planes=8 // bits,
+        unpack=_unpacked("packed", "values", bits),
+        center=_zeros(bits) if offset is None else _offset(offset),
+    )
+    return ir.serde.deserialize_function(onnx.parser.parse_function(text))
+
+
+def _lines(*lines: str) -> str:
+    return "\n".join(f"        {line}" for line in lines)
+
+
+def _unpacked(packed: str, result: str, bits: int) -> str:
+    """u8 `[r, nb, bytes]` → float `[r, nb, planes·bytes]`: all first codes of the bytes, all second …
+
+    From the top down: floor(rest / 2^(bits·i)) is plane i, what it leaves the next rest.
+    """
+    lines, rest, planes = [f"{packed}_float = Cast <to = 1> ({packed})"], f"{packed}_float", []
+    for i in reversed(range(1, 8 // bits)):
+        plane = f"{packed}_{i}"
+        unit = 1 << bits * i
+        lines += [
+            f"{plane}_unit = Constant <value = float[1] {{{unit}.0}}> ()",
+            f"{plane}_inverse = Constant <value = float[1] {{{1 / unit}}}> ()",
+            f"{plane}_part = Mul ({rest}, {plane}_inverse)",
+            f"{plane} = Floor ({plane}_part)",
+            f"{plane}_whole = Mul ({plane}, {plane}_unit)",
+            f"{plane}_rest = Sub ({rest}, {plane}_whole)",
+        ]
+        planes.insert(0, plane)
+        rest = f"{plane}_rest"
+    return _lines(*lines, f"{result} = Concat <axis = 2> ({', '.join([rest, *planes])})")
+
+
+def _offset(offset: int) -> str:
+    return _lines(
+        f"offset = Constant <value = float[1] {{{offset}}}> ()",
+        "centered = Sub (values, offset)",
+    )
+
+
+def _zeros(bits: int) -> str:
+    """Zero points have the order of their groups: bytes become columns before they are unpacked."""
+    return _lines(
+        "packed_zeros = Slice (zeros, begin, end, zero)",
+        "zero_bytes = Unsqueeze (packed_zeros, two)",
+        _unpacked("zero_bytes", "zero_codes", bits).strip(),
+        "zeros_shape = Constant <value_ints = [0, -1]> ()",
+        "zero_row = Reshape (zero_codes, zeros_shape)",
+        "zero_points = Slice (zero_row, zero, groups, one)",
+        "zeros_column = Unsqueeze (zero_points, two)",
+        "centered = Sub (values, zeros_column)",
+    )

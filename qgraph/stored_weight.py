@@ -1,0 +1,121 @@
+"""Quantized weights as they lie in a written data file, read back in blocks of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from qgraph.formats.base import Array, Format, Layout, Part, QuantizedWeight
+from qgraph.quant_tensor import QuantSource, QuantTensor
+
+SAMPLE_ROWS = 4096
+"""The most rows of a weight that are read back, spread evenly."""
+BLOCK_FLOATS = 1 << 18
+"""Weights in memory at once per thread: 1 MB of float32, which stays in the cache."""
+ROW_STEP = 8
+"""Blocks start at multiples of this, so that flat-packed codes start at whole bytes."""
+
+
+class WrittenData(Protocol):
+    """A data file that was written and not yet renamed.
+
+    tensors: initializer name → the tensor as it will be read back.
+    """
+
+    @property
+    def path(self) -> Path:
+        """The data file."""
+
+    @property
+    def tensors(self) -> Mapping[str, ir.TensorProtocol]:
+        """Every initializer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredWeight:
+    """The parts of one quantized weight as stored.
+
+    name: the initializer that holds the codes.
+    parts: each part as it is read back; shape and type are those of `layout`.
+    """
+
+    name: str
+    source: QuantSource
+    layout: Layout
+    parts: Mapping[Part, ir.TensorProtocol]
+
+    @property
+    def format(self) -> Format:
+        """The format of the codes."""
+        return self.source.format
+
+    @property
+    def block(self) -> int:
+        """Elements of a row that share a scale as stored; 0 for the whole row."""
+        return self.layout.block if self.layout.kind == "blocks" else self.format.group
+
+    def sample(self) -> list[tuple[int, int]]:
+        """(start, stop) of the blocks of rows to read: all of them, or evenly spread ones."""
+        n, k = self.source.n, self.source.k
+        step = max(ROW_STEP, BLOCK_FLOATS // k // ROW_STEP * ROW_STEP)
+        if n <= max(SAMPLE_ROWS, step):
+            return [(start, min(start + step, n)) for start in range(0, n, step)]
+        step = min(step, SAMPLE_ROWS // 4)
+        starts = np.linspace(0, n - step, SAMPLE_ROWS // step)
+        blocks = [int(start) // ROW_STEP * ROW_STEP for start in starts]
+        return [*((start, start + step) for start in blocks[:-1]), (-(-(n - step) // 8) * 8, n)]
+
+    def rows(self, start: int, stop: int) -> QuantizedWeight:
+        """Rows `start:stop`, unpacked.
+
+        Raises:
+            ValueError: a block that is copied to smaller ones has different copies.
+        """
+        raw = {part: self.raw(part, start, stop) for part in self.parts}
+        weight = self.format.unpack(raw, stop - start, self.source.k, self.layout)
+        if self.layout.kind == "blocks" and self.layout.block != self.format.group:
+            packed = self.format.pack(weight, self.layout)
+            for part, data in raw.items():
+                if packed[part].tobytes() != data.tobytes():
+                    raise ValueError(f"the {part} that smaller blocks repeat differ")
+        return weight
+
+    def values(self, start: int, stop: int) -> Array:
+        """Rows `start:stop` as the float32 `[n, K]` that they stand for."""
+        return self.format.dequantize(self.rows(start, stop))
+
+    def raw(self, part: Part, start: int, stop: int) -> Array:
+        """The bytes (u8) of rows `start:stop` of a part."""
+        tensor = self.parts[part]
+        bits = math.prod(tensor.shape.numpy()[1:]) * tensor.dtype.bitwidth
+        return read_bytes(tensor, start * bits // 8, -(-stop * bits // 8))
+
+    def largest(self) -> float:
+        """A bound on |ŵ| over the whole weight, from the scales alone."""
+        scales = read_bytes(self.parts["scales"], 0, self.parts["scales"].nbytes)
+        found = scales.view(self.source.scale_dtype.numpy()).astype(np.float32)
+        return float(np.abs(found).max(initial=0)) * float(2**self.format.bits)
+
+
+def stored_weight(
+    names: Mapping[Part, str], tensors: Mapping[Part, QuantTensor], data: WrittenData
+) -> StoredWeight:
+    """The weight whose parts were written from `tensors`, under `names`."""
+    codes = tensors["codes"]
+    parts = {part: data.tensors[name] for part, name in names.items()}
+    return StoredWeight(names["codes"], codes.source, codes.layout, parts)
+
+
+def read_bytes(tensor: ir.TensorProtocol, start: int, stop: int) -> Array:
+    """Bytes `start:stop` (u8) of a tensor, without mapping its file."""
+    if not isinstance(tensor, ir.ExternalTensor):
+        return np.frombuffer(tensor.tobytes(), np.uint8)[start:stop]
+    with open(tensor.path, "rb", buffering=0) as file:
+        file.seek((tensor.offset or 0) + start)
+        return np.frombuffer(file.read(stop - start), np.uint8)

@@ -1,0 +1,43 @@
+"""`qgraph demo`: the main job on the model that comes with the package."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+Command = Callable[..., Any]
+
+
+def test_demo(qgraph: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    ran = qgraph("demo", "--folder", folder)
+    assert ran.status == 0, ran.err
+    nodes = onnx.load(folder / "tiny.int4.onnx", load_external_data=False).graph.node
+    fused = sum(node.op_type == "MatMulNBits" for node in nodes)
+    assert re.search(rf"^quantized {fused}/{fused} linears \(100 % ", ran.out, re.MULTILINE)
+    assert fused == 29  # four layers of seven, and the head
+    rows = {line.split()[0]: line.split() for line in ran.out.splitlines() if " MB " in line}
+    bits = {name: float(rows[name][3]) for name in ("float", "int4")}
+    assert 0.5 < bits["float"] < 2.2
+    assert bits["float"] < bits["int4"] < bits["float"] + 0.1
+    sizes = {name: float(rows[name][1]) for name in ("float", "int4")}
+    assert sizes["int4"] < sizes["float"] / 4
+    assert "CPUExecutionProvider (ran)" in ran.out
+    assert ran.out.splitlines()[-1].startswith("next: qgraph explain ")
+
+
+def test_demo_may_be_run_again(qgraph: Command, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert qgraph("demo", "--folder", tmp_path, "--int4-groups", "32").status == 0
+    assert len(list(tmp_path.glob("*.data"))) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_2(qgraph: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ran = qgraph("demo", "--folder", tmp_path / "file")
+    assert ran.status == 2
+    assert "file" in ran.err
