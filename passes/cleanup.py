@@ -41,15 +41,17 @@ class Cleanup(Pass):
 
 
 def _drop_functions(model: ir.Model) -> None:
-    called = {(node.domain, node.op_type, node.overload) for node in _nodes(model)}
-    for identifier in list(model.functions):
-        if identifier not in called:
-            del model.functions[identifier]
-    used = {node.domain for node in _nodes(model)} | {""}
-    for domain in list(model.opset_imports):
-        if domain not in used:
-            del model.opset_imports[domain]
-
-
-def _nodes(model: ir.Model) -> list[ir.Node]:
-    return list(ir.traversal.RecursiveGraphIterator(model.graph))
+    """Functions that nothing calls, and the imports of domains that nothing is in."""
+    pending = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    used, called = {""}, set[ir.OperatorIdentifier]()
+    while pending:
+        node = pending.pop()
+        used.add(node.domain)
+        function = model.functions.get(node.op_identifier())
+        if function is not None and function.identifier() not in called:
+            called.add(function.identifier())
+            pending += ir.traversal.RecursiveGraphIterator(function)
+    for identifier in [item for item in model.functions if item not in called]:
+        del model.functions[identifier]
+    for domain in [item for item in model.opset_imports if item not in used]:
+        del model.opset_imports[domain]

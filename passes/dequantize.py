@@ -22,7 +22,6 @@ class DequantizeWriter:
         self.rewriter = rewriter
         self._parts = PackedParts(rewriter)
         self._written: dict[int, ir.Value] = {}
-        self._first = next(iter(rewriter.model.graph), None)
 
     def write(self, source: QuantSource) -> ir.Value:
         """W `[N, K]` of `source`."""
@@ -42,8 +41,7 @@ class DequantizeWriter:
             dtype=source.scale_dtype,
             shape=[source.n, source.k],
         )
-        assert self._first is not None
-        model.graph.insert_before(self._first, [node])
+        model.graph.insert_before(next(iter(model.graph)), [node])
         self._written[id(source)] = node.outputs[0]
         return node.outputs[0]
 

@@ -98,13 +98,16 @@ def check_activation(site: Site) -> None:
 
 
 def missing_axes(site: Site) -> int | None:
-    """Axes that the result has in front because the weight's rank is above the activation's."""
+    """Axes that the result has in front because the weight's rank is above the activation's.
+
+    A vector counts as one row, whose axis the result does not have.
+    """
     value = site.node.inputs[site.position]
     rank = len(value.shape) if value is not None and value.shape is not None else 2
     if rank <= 2:
         return 0
     shape = site.activation.shape
-    return None if shape is None else max(0, rank - len(shape))
+    return None if shape is None else max(0, rank - max(2, len(shape)))
 
 
 def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> list[ir.Node]:

@@ -184,7 +184,8 @@ def _reason(console: Console, code: str, rows: Sequence[SiteRow]) -> None:
         print_line(console, f"{len(rows)} × not quantized; `qgraph optimize` quantizes a model")
     else:
         print_line(console, f"{len(rows)} × {code}: {reason.meaning}", style="bold")
-        print_line(console, f"    way out: {reason.hint}")
+        if reason.hint != "nothing to do":
+            print_line(console, f"    way out: {reason.hint}")
     shown = rows if not console.is_terminal else rows[:_NAMES_SHOWN]
     for row in shown:
         print_line(console, f"    {row.name}{f': {row.detail}' if reason and row.detail else ''}")

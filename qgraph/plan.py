@@ -29,6 +29,8 @@ from qgraph.selectors import Selector, check, layer_count
 from qgraph.sites import Refusal, Site
 
 BEST_4_BIT = "uint4"
+SYMMETRIC_4_BIT = "int4"
+"""CUDA's fast kernels take no zero points."""
 DEFAULT_GROUP = 64
 """Measured on SmolLM2-135M with its channels off the Q4_1 grid: see tests/benchmarks/results."""
 BEST_EMBEDDING = "uint8"
@@ -204,10 +206,11 @@ def _owned(decisions: list[Decision]) -> Iterator[Decision]:
         yield dataclasses.replace(item, shared_with=None if heir == item.site else heir)
 
 
-def wanted_format(recipe: Recipe) -> Format:
-    """The recipe's format with its group."""
+def wanted_format(recipe: Recipe, target: str) -> Format:
+    """The recipe's format with its group; `auto` is the best 4-bit format of the target."""
     if recipe.format == "auto":
-        return parse(BEST_4_BIT, group=DEFAULT_GROUP if recipe.group is None else recipe.group)
+        best = SYMMETRIC_4_BIT if target == "ort-cuda" else BEST_4_BIT
+        return parse(best, group=DEFAULT_GROUP if recipe.group is None else recipe.group)
     return parse(recipe.format, group=recipe.group)
 
 
@@ -230,7 +233,7 @@ class _Planner:
         self.recipe = recipe
         self.capabilities = capabilities
         self.layers = layer_count(sites)
-        self.default = wanted_format(recipe)
+        self.default = wanted_format(recipe, capabilities.target)
         self.embedding = embedding_format(recipe)
         self.keys = weight_keys(sites)
         self.adopted = {s.name: adopt(s) for s in sites if s.weight and s.state in _QUANTIZED}

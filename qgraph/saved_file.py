@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 import onnx
-import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # has no types
 
 from qgraph.errors import InputError
-from qgraph.model_tensors import all_tensors
 from qgraph.out_file import abandoned
 
 METADATA_KEY = "qgraph"
@@ -78,15 +76,8 @@ def data_files(path: Path, stem: str) -> set[str]:
     """Names of the data files that our model `path` names and that qgraph made for `stem`."""
     if not path.is_file() or path.stat().st_size > _WITH_DATA_FILE_BYTES or not is_ours(path):
         return set()
-    try:
-        model = ir.serde.deserialize_model(onnx.load_model(path, load_external_data=False))
-    except DecodeError:
-        return set()
-    locations = {
-        os.fspath(t.location) for t in all_tensors(model) if isinstance(t, ir.ExternalTensor)
-    }
-    ours = re.compile(re.escape(stem) + r"-[0-9a-f]{8,64}\.data")
-    return {name for name in locations if ours.fullmatch(name)}
+    ours = re.compile(re.escape(stem.encode()) + rb"-[0-9a-f]{8,64}\.data")
+    return {os.fsdecode(name) for name in ours.findall(path.read_bytes())}
 
 
 def remove_abandoned(output: Path, stem: str) -> None:

@@ -7,6 +7,7 @@ import functools
 import onnx_ir as ir
 
 from qgraph import registry
+from qgraph.formats.linear_function import linear_function
 
 
 def trusted(function: ir.Function) -> bool:
@@ -20,8 +21,9 @@ def trusted(function: ir.Function) -> bool:
 def _generated(opset: int) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for name in registry.names("format"):
-        function = registry.load("format", name).function(opset)
-        found[function.name] = _spelled(function)
+        fmt = registry.load("format", name)
+        for function in (fmt.function(opset), linear_function(fmt, opset)):
+            found[function.name] = _spelled(function)
     return found
 
 

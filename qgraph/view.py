@@ -18,6 +18,10 @@ from qgraph.constants import small_ints
 from qgraph.formats.base import Array
 
 
+BEFORE_ALL = -(1 << 62)
+"""The end of a slice that runs backwards to the first element."""
+
+
 class NotAView(Exception):
     """The chain of ops needs a copy or is not constant; `args[0]` says which op and why."""
 
@@ -80,10 +84,14 @@ class View:
 
 
 def _take_slice(array: Array, axis: int, start: int, stop: int, step: int) -> Array:
+    """ONNX's Slice: negative bounds count from the end, and are clamped by the step's direction."""
+    size = array.shape[axis]
+    start, stop = (bound + size if bound < 0 else bound for bound in (start, stop))
+    low, high = (0, size) if step > 0 else (-1, size - 1)
+    start, stop = min(max(start, 0), high), min(max(stop, low), high)
     index: list[Any] = [slice(None)] * array.ndim
-    index[axis] = slice(start, None if stop < 0 and step < 0 else stop, step)
-    shown: Array = array[tuple(index)]
-    return shown
+    index[axis] = slice(start, None if stop < 0 else stop, step)
+    return array[tuple(index)]
 
 
 def _index(array: Array, axis: int, at: int) -> Array:
@@ -156,7 +164,8 @@ def _on_gather(view: View, node: ir.Node) -> View:
     if rank != 1 or not found or len(steps) > 1 or min(found) < 0 or 0 in steps:
         raise NotAView(f"Gather {node.name} picks rows in no regular order")
     step = steps.pop()
-    return view.then("slice", axis, found[0], found[-1] + (1 if step > 0 else -1), step)
+    stop = found[-1] + (1 if step > 0 else -1)
+    return view.then("slice", axis, found[0], stop if stop >= 0 else BEFORE_ALL, step)
 
 
 def _on_split(view: View, node: ir.Node, output: ir.Value) -> View:

@@ -84,6 +84,7 @@ class Save:
         self._onnx: OutFile | None = None
         self._digest = b""
         self._new_data: Path | None = None
+        self._final: Path | None = None
 
     def write_data(self) -> DataFile:
         """Write and sync the data file under a temporary name; again: from the start.
@@ -109,11 +110,15 @@ class Save:
         return self._data_file(written, plan, self._data.path)
 
     def trial(self, load: Callable[[Path], object]) -> None:
-        """Hand `load` the whole model under temporary names: does a runtime take it?
+        """Hand `load` the model as it will be, the .onnx still under its temporary name.
 
-        With `single_file` the weights are still in the data file. Errors of `load` pass through.
+        With `single_file` the weights are still in the data file. What is changed in the model
+        after this is not saved. Errors of `load` pass through.
         """
         plan, data = self._ready()
+        if not self.single_file:
+            load(self._prepared(plan, data).path)
+            return
         model = self._write_onnx(plan, data, data.path.name, inside=False)
         try:
             load(model.path)
@@ -142,7 +147,7 @@ class Save:
                 file.discard()
         if self._new_data is not None and not committed:
             self._new_data.unlink(missing_ok=True)
-        self._data = self._onnx = self._new_data = self._plan = None
+        self._data = self._onnx = self._new_data = self._plan = self._final = None
 
     def __enter__(self) -> Self:
         return self
@@ -185,24 +190,33 @@ class Save:
         return DataFile(path, plan.size, entries, tensors)
 
     def _commit(self, plan: Plan, data: OutFile) -> list[Path]:
-        final = self._final_name(data) if plan.size and not self.single_file else None
-        location = final.name if final else ""
-        new = self._write_onnx(plan, data, location, inside=self.single_file)
+        new = self._prepared(plan, data)
         new.sync()
         check_output(self.output, force=self.force, protect=self.protect)
         old = data_files(self.output, self.stem) if not self.output.is_symlink() else set()
-        if final is None:
-            data.discard()
-        elif final.exists():
-            data.discard()  # the same content under this name already
+        new.rename(self.output)
+        self._new_data = None
+        final = self._final
+        for name in old - {final.name if final else ""}:
+            remove_data(self.output.parent / name, self.protect)
+        return [self.output, *([final] if final else [])]
+
+    def _prepared(self, plan: Plan, data: OutFile) -> OutFile:
+        """The .onnx under its temporary name, beside the data file under its final one.
+
+        In this order: a temporary .onnx that a killed process leaves names the data file, so the
+        next save finds both.
+        """
+        if self._onnx is not None:
+            return self._onnx
+        self._final = final = self._final_name(data) if plan.size and not self.single_file else None
+        new = self._write_onnx(plan, data, final.name if final else "", inside=self.single_file)
+        if final is None or final.exists():
+            data.discard()  # all is inside, or the same content has this name already
         else:
             self._new_data = final
             data.rename(final)
-        new.rename(self.output)
-        self._new_data = None
-        for name in old - {location}:
-            remove_data(self.output.parent / name, self.protect)
-        return [self.output, *([final] if final else [])]
+        return new
 
     def _final_name(self, data: OutFile) -> Path:
         """`<stem>-<hex>.data`: more digits where another content already has the name."""

@@ -59,6 +59,10 @@ class OrtRuntime(Runtime):
 
         return profile_model(model, feeds, runs=runs, providers=self._providers())
 
+    def load(self, model: Model) -> None:
+        """See `Runtime.load`; without optimizing and prepacking, which cost time and memory."""
+        open_session(model, providers=self._providers(), reference=True, prepack=False)
+
     def installed(self) -> bool:
         """See `Runtime.installed`."""
         return installed_version() is not None

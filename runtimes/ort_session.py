@@ -48,12 +48,14 @@ def open_session(
     accuracy_level: int = 4,
     threads: int = 0,
     profile_prefix: str | None = None,
+    prepack: bool = True,
 ) -> OrtSession:
     """Load a model on `providers`, the preferred one first; see `Runtime.open`.
 
     ONNX Runtime fuses DequantizeLinear → MatMul into MatMulNBits by itself and then computes at
     accuracy level 4, whatever the model says: `accuracy_level` states it, `reference` avoids it.
-    With `profile_prefix` it writes a profile to a file whose path starts so.
+    With `profile_prefix` it writes a profile to a file whose path starts so. Without `prepack`
+    kernels read the weights as they are stored, which loads faster and in less memory.
     """
     ort = onnxruntime()
     _check_providers(providers, ort.get_available_providers())
@@ -63,6 +65,8 @@ def open_session(
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", str(accuracy_level))
     if reference:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if not prepack:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     if profile_prefix is not None:
         options.enable_profiling = True
         options.profile_file_prefix = profile_prefix

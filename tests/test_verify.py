@@ -82,6 +82,10 @@ def overridable_input(model: ir.Model) -> None:
     model.graph.inputs.append(model.graph.initializers["W"])
 
 
+def input_twice(model: ir.Model) -> None:
+    model.graph.inputs.append(model.graph.inputs[0])
+
+
 def no_data(model: ir.Model) -> None:
     model.graph.initializers["W"].const_value = None
 
@@ -156,6 +160,7 @@ BREAKS: dict[Callable[[ir.Model], None], str] = {
     value_name_of_two_bodies: "value name 'b' is defined twice",
     constant_node: "node 'k' is a Constant",
     overridable_input: "'W' is both a graph input and an initializer",
+    input_twice: "value name 'x' is defined twice",
     no_data: "initializer 'W' has no data",
     wrong_key: "initializer 'V' holds the value 'W'",
     foreign_function: "function local::F is left",

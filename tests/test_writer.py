@@ -650,11 +650,21 @@ class TestFailures:
             seen: list[Array] = []
             saving.trial(lambda path: seen.append(run(path, of.k)))
             np.testing.assert_allclose(seen[0], dequantized(of).T, rtol=0, atol=1e-6)
-            assert len(list(out.parent.iterdir())) == 1
+            assert not out.exists()
             with pytest.raises(ZeroDivisionError):
                 saving.trial(lambda path: 1 / 0)
+            assert not out.exists()
             assert set(saving.commit()) == set(out.parent.iterdir())
         assert len(list(out.parent.iterdir())) == (1 if single else 2)
+
+    def test_a_trial_that_fails_leaves_nothing(self, out: Path) -> None:
+        with (
+            pytest.raises(ZeroDivisionError),
+            Save(fused(source()), out) as saving,
+        ):
+            saving.write_data()
+            saving.trial(lambda path: 1 / 0)
+        assert not list(out.parent.iterdir())
 
     def test_without_commit_nothing_stays(self, out: Path) -> None:
         with Save(fused(source()), out) as saving:

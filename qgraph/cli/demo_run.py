@@ -48,7 +48,7 @@ def run(folder: Path, groups: str) -> None:
     print_line(out, "")
     render(explanation, out, sites=False)
     print_line(out, "")
-    for path in (source, *result.files):
+    for path in (*sorted(source.parent.glob(f"{source.name}*")), *result.files):
         print_line(out, f"wrote {path} ({megabytes(path.stat().st_size)})")
     print_line(out, f"next: qgraph explain {target} --profile")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,18 +14,14 @@ from rich.console import Console
 from qgraph._version import __version__
 from qgraph.console import megabytes, print_line
 from qgraph.errors import InputError
+from qgraph.explanation_plan import from_plan
+from qgraph.explanation_view import render_kernels, render_reasons
 from qgraph.report import REASONS, Step
 
 if TYPE_CHECKING:
     from qgraph.pipeline import Result
+    from qgraph.plan import QuantPlan
     from qgraph.recipe import Recipe
-
-_NAMES_SHOWN = 10
-_HEADINGS = {
-    "refused": "refused",
-    "failed": "failed the check",
-    "changed": "done otherwise than planned",
-}
 
 
 def print_configuration(
@@ -57,10 +55,12 @@ def print_result(console: Console, result: Result, quiet: bool) -> None:
         print_line(console, result.summary)
         return
     totals = result.report.totals
-    _kernels(console, totals.get("kernels", {}))
-    _steps(console, result.report.steps)
+    _kernels(console, result.plan)
+    _surprises(console, result.report.steps)
+    render_reasons(dataclasses.replace(from_plan(result.plan, ""), source="file"), console)
     for note in result.report.notes:
         print_line(console, f"note: {note}")
+    print_line(console, "")
     print_line(console, result.summary, style="bold")
     for path in result.files:
         print_line(console, f"wrote {path} ({megabytes(path.stat().st_size)})")
@@ -73,9 +73,6 @@ def print_result(console: Console, result: Result, quiet: bool) -> None:
 
 def print_plan(console: Console, result: Result, report: Path | None, quiet: bool) -> None:
     """Print a dry run's coverage and kernels, and write the plan where it was asked for."""
-    from qgraph.explanation_plan import from_plan
-    from qgraph.explanation_view import render_kernels, render_reasons
-
     if not quiet:
         explanation = from_plan(result.plan, "plan")
         render_kernels(explanation, console)
@@ -98,32 +95,24 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
         ) from None
 
 
-def _kernels(console: Console, kernels: Mapping[str, int]) -> None:
-    for kernel, count in sorted(kernels.items(), key=lambda item: -item[1]):
-        print_line(console, f"{count:>5} × {kernel}")
+def _kernels(console: Console, plan: QuantPlan) -> None:
+    found = Counter((item.format, item.kernel) for item in plan.decisions if item.kernel)
+    for (spelled, kernel), count in found.most_common():
+        print_line(console, f"{count:>5} × {spelled} → {kernel}")
 
 
-def _steps(console: Console, steps: Sequence[Step]) -> None:
-    """Print refusals and surprises by reason; a site counts with its last step of a kind."""
-    for outcome, heading in _HEADINGS.items():
-        last = {step.site: step for step in steps if step.outcome == outcome}
-        by_reason: dict[str, list[Step]] = {}
-        for step in last.values():
-            by_reason.setdefault(step.reason or "", []).append(step)
-        for code, found in by_reason.items():
-            _reason(console, f"{len(found)} {heading}", code, found)
-
-
-def _reason(console: Console, title: str, code: str, steps: Sequence[Step]) -> None:
-    reason = REASONS.get(code)
-    tail = f": {code}, {reason.meaning}" if reason else ""
-    print_line(console, f"{title}{tail}", style="yellow")
-    for step in steps[:_NAMES_SHOWN]:
-        print_line(console, f"      {step.site}{f': {step.detail}' if step.detail else ''}")
-    if len(steps) > _NAMES_SHOWN:
-        print_line(console, f"      … and {len(steps) - _NAMES_SHOWN} more: `qgraph explain`")
-    if reason:
-        print_line(console, f"      way out: {reason.hint}")
+def _surprises(console: Console, steps: Sequence[Step]) -> None:
+    """Print the sites that were done otherwise than planned, by reason, each once."""
+    last = {step.site: step for step in steps if step.outcome in ("changed", "failed")}
+    by_reason: dict[str, list[Step]] = {}
+    for step in last.values():
+        by_reason.setdefault(step.reason or "", []).append(step)
+    for code, found in by_reason.items():
+        meaning = f"{code}: {REASONS[code].meaning}" if code else "see the report"
+        print_line(console, "")
+        print_line(console, f"{len(found)} × otherwise than planned, {meaning}", style="yellow")
+        for step in found:
+            print_line(console, f"    {step.site}{f': {step.detail}' if step.detail else ''}")
 
 
 def _cost(totals: Mapping[str, Any]) -> str:

@@ -132,8 +132,8 @@ class IntegerGroups(Format):
             opposite = np.where(steps > 0, most, least)
             return _Grid(steps, None, np.rint(opposite / steps) > high)
         least, most = np.minimum(least, 0), np.maximum(most, 0)
-        span = most / 2 - least / 2  # halved, because max - min may overflow
-        steps = _as_stored(span / np.float32(high / 2), most - least, stored)
+        span = most - least
+        steps = _as_stored(span / np.float32(high), span, stored)
         divisors = np.where(steps == 0, 1, steps)
         zeros = np.rint(-least / divisors)
         return _Grid(steps, zeros, np.rint(most / divisors) + zeros > high)
@@ -355,12 +355,12 @@ def _as_stored(steps: Array, span: Array, stored: np.dtype[np.floating[Any]]) ->
 
 
 def _check_overflow(ends: Array, start: int, scales: Array) -> None:
-    """Refuse groups, in rows from `start` on, whose scale or far end of the grid is infinite."""
+    """Refuse groups, in rows from `start` on, whose scale, or scale times highest code, is Inf."""
     infinite = np.isinf(ends)
     if infinite.any():
         row, group = divmod(int(infinite.argmax()), scales.shape[1])
         raise OverflowError(
-            f"row {start + row}, group {group}: the scale does not fit {scales.dtype}",
+            f"row {start + row}, group {group}: its scale does not fit {scales.dtype}",
             (start + row, group),
         )
 

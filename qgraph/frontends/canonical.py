@@ -127,7 +127,7 @@ def _sort(model: ir.Model) -> list[Note]:
                 f"the nodes of graph {graph.name or 'main'!r} read each other in a circle; "
                 "export the model again"
             ) from None
-        notes.append(Note("SORTED", graph.name or "", "nodes stood before what they read"))
+        notes.append(Note("SORTED", graph.name or "", "nodes stood before what they read: sorted"))
     return notes
 
 
@@ -154,7 +154,9 @@ def _import_domains(model: ir.Model) -> list[Note]:
                 "export it again with an opset import"
             )
         imports[domain] = 1
-        notes.append(Note("OPSET_IMPORT_ADDED", domain, f"version 1 of domain {domain!r}"))
+        notes.append(
+            Note("OPSET_IMPORT_ADDED", domain, f"domain {domain!r} is now imported, version 1")
+        )
     return notes
 
 
@@ -171,7 +173,11 @@ def _fix_initializers(model: ir.Model) -> list[Note]:
                 value.const_value = None
             elif model.ir_version >= 4:
                 notes.append(
-                    Note("OVERRIDABLE_INPUT", name, "a graph input with a default; now a constant")
+                    Note(
+                        "OVERRIDABLE_INPUT",
+                        name,
+                        f"weight {name!r} was a graph input with a default; it is now a constant",
+                    )
                 )
         if scope is model.graph and both:
             fed = [value for value in scope.inputs if not value.is_initializer()]

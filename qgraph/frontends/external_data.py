@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from qgraph.errors import InputError
-from qgraph.scopes import scopes
+from qgraph.model_tensors import all_tensors
 
 _TENSOR = "onnx.TensorProto"
 _SPARSE = "onnx.SparseTensorProto"
@@ -148,7 +148,7 @@ class DataFiles:
     def anchor(self, model: ir.Model) -> None:
         """Give each external tensor of the model its absolute folder, functions included."""
         folders = {file.name: file.folder for file in self._files.values()}
-        for tensor in _ir_tensors(model):
+        for tensor in (*all_tensors(model), *_defaults(model)):
             if isinstance(tensor, ir.ExternalTensor):
                 tensor.base_dir = folders[os.fspath(tensor.location)]
 
@@ -208,23 +208,9 @@ def _number(label: str, location: str, key: str, text: str) -> int:
     return int(text)
 
 
-def _ir_tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
-    functions = [function.graph for function in model.functions.values()]
-    for scope in (scope for graph in (model.graph, *functions) for scope in scopes(graph)):
-        for value in scope.initializers.values():
-            if value.const_value is not None:
-                yield value.const_value
-        for node in scope:
-            for attr in node.attributes.data.values():
-                yield from _attribute_tensors(attr)
+def _defaults(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """The tensors that attributes of functions default to."""
     for function in model.functions.values():
         for attr in function.attributes.values():
-            yield from _attribute_tensors(attr)
-
-
-def _attribute_tensors(attr: ir.Attr) -> tuple[ir.TensorProtocol, ...]:
-    if attr.is_ref():
-        return ()
-    if attr.type == ir.AttributeType.TENSOR:
-        return (attr.as_tensor(),)
-    return attr.as_tensors() if attr.type == ir.AttributeType.TENSORS else ()
+            if attr.type == ir.AttributeType.TENSOR:
+                yield attr.as_tensor()

@@ -17,7 +17,11 @@ Code = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """One thing that capture changed: `name` is the value, node or domain that it concerns."""
+    """One thing that capture changed.
+
+    name: the value, node, graph or domain that it concerns.
+    message: one sentence that needs no other field.
+    """
 
     code: Code
     name: str

@@ -26,7 +26,11 @@ def infer_shapes(model: ir.Model) -> list[Note]:
         inferred = onnx.shape_inference.infer_shapes(proto, strict_mode=False, data_prop=True)
     except Exception as error:  # whatever the C++ side or the serializer finds wrong
         message = " ".join(str(error).split())[:300]
-        return [Note("SHAPES_NOT_INFERRED", model.graph.name or "", message)]
+        return [
+            Note(
+                "SHAPES_NOT_INFERRED", model.graph.name or "", f"shape inference failed: {message}"
+            )
+        ]
     found = {info.name: info.type for info in _infos(inferred.graph)}
     for scope in scopes(model.graph):
         for value in (*scope.inputs, *(out for node in scope for out in node.outputs)):

@@ -49,6 +49,30 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    """An embedding, a linear, and a head that is the embedding's table turned around."""
+    rng = np.random.default_rng(0)
+    table, weight = rng.standard_normal((2, SIZE, SIZE)).astype(np.float32)
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["x"], name="embed"),
+        helper.make_node("MatMul", ["x", "fc.weight"], ["y"], name="fc"),
+        helper.make_node("Transpose", ["table"], ["turned"], name="turn", perm=[1, 0]),
+        helper.make_node("MatMul", ["y", "turned"], ["logits"], name="head"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "tied",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", "length"])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "length", SIZE])],
+        [numpy_helper.from_array(table, "table"), numpy_helper.from_array(weight, "fc.weight")],
+    )
+    path = tmp_path / "tied.onnx"
+    opset = helper.make_opsetid("", 21)
+    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=10), path)
+    return path
+
+
 def make_model() -> onnx.ModelProto:
     """`x → 2 · (up, Relu, down) → head`, and `scores`: a MatMul without a weight."""
     rng = np.random.default_rng(0)

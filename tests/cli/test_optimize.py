@@ -70,7 +70,7 @@ def test_it_prints_configuration_stages_coverage_files_and_the_next_step(
         assert words in out[1]
     (coverage,) = [line for line in out if line.startswith("quantized ")]
     assert coverage.startswith("quantized 5/5 linears (100 % of linear weight bytes)")
-    assert "    5 × MatMulNBits bits=4 block=128 level=4" in out
+    assert "    5 × uint4:group=128 → MatMulNBits bits=4 block=128 level=4" in out
     written = [line.split(" (")[0].removeprefix("wrote ") for line in out if "wrote " in line]
     assert {Path(path).name for path in written} == files(model.parent) - {"model.onnx"}
     assert out[-1] == f"next: qgraph explain {model.with_name('model.int4.onnx')} --profile"
@@ -119,6 +119,29 @@ def test_set_include_exclude(qgraph: Command, model: Path, tmp_path: Path) -> No
     ran = qgraph("optimize", model, "-o", output, "--include", "layers.1.*", "--force")
     assert ops(output)["MatMulNBits"] == 2
     assert "include layers.1.*" in ran.out
+
+
+@pytest.mark.parametrize("embedding,embed_bits,head_bits", [
+    ("int4", 4, 4), ("uint8:group=32", 8, 8), ("float", None, None),
+])  # fmt: skip
+def test_embedding_decides_for_the_tied_head(
+    qgraph: Command, tied: Path, embedding: str, embed_bits: int | None, head_bits: int | None
+) -> None:
+    ran = qgraph("optimize", tied, "--format", "int8", "--group", "32", "--embedding", embedding)
+    assert ran.status == 0, ran.err
+    output = tied.with_name("tied.int8.onnx")
+    assert attributes(output, "embed").get("bits") == embed_bits
+    assert attributes(output, "head").get("bits") == head_bits
+    assert attributes(output, "fc")["bits"] == 8
+
+
+def test_a_head_apart_from_its_table_says_what_it_costs(qgraph: Command, tied: Path) -> None:
+    ran = qgraph("optimize", tied, "--embedding", "int8", "--set", "head=int4:group=32")
+    assert ran.status == 0, ran.err
+    output = tied.with_name("tied.int4.onnx")
+    assert attributes(output, "embed")["bits"] == 8
+    assert attributes(output, "head")["bits"] == 4
+    assert "SEPARATE_COPY" in ran.out
 
 
 def test_a_selector_that_matches_nothing_names_the_nearest(qgraph: Command, model: Path) -> None:
@@ -299,8 +322,8 @@ def test_a_failed_check_takes_the_next_kernel_and_says_so(
     failing_at_level_4(monkeypatch)
     ran = qgraph("optimize", model, "--int4-groups", "32")
     assert ran.status == 0, ran.err
-    assert "5 done otherwise than planned: LEVEL_FAILED_CHECK" in ran.out
-    assert "    5 × MatMulNBits bits=4 block=32 level=0" in ran.out.splitlines()
+    assert "5 × otherwise than planned, LEVEL_FAILED_CHECK" in ran.out
+    assert "    5 × uint4:group=32 → MatMulNBits bits=4 block=32 level=0" in ran.out.splitlines()
     assert attributes(model.with_name("model.int4.onnx"), "head").get("accuracy_level", 0) == 0
 
 

@@ -245,7 +245,8 @@ def within_bound(format_: IntegerGroups, rows: Array, scale_dtype: ir.DataType) 
             row, group = error.args[1]
             g = format_.group or rows.shape[1]
             reach = np.abs(rows[row, group * g : (group + 1) * g].astype(np.float64)).max()
-            assert reach * 2 / (2**format_.bits - 1) > (65000 if scale_dtype == F16 else 2e37)
+            levels = 2 ** (format_.bits - 1) - 1
+            assert reach > (65000 * levels if scale_dtype == F16 else 1.7e38)
             return
     stored = np.abs(weight.scales)
     assert ((stored == 0) | (stored >= np.finfo(stored.dtype).smallest_normal)).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -331,6 +332,26 @@ def test_names_given_to_the_nameless_and_kept_for_the_first() -> None:
     assert "'same'" in notes[0].message
 
 
+def test_a_later_name_of_the_main_graph_goes_before_that_of_a_body() -> None:
+    text = """
+    <ir_version: 10, opset_import: ["": 18]>
+    main (float[2, 3] x, bool c) => (float[2, 3] y) {
+        z = If (c) <
+            then_branch = yes () => (float[2, 3] y) { y = Neg (x) },
+            else_branch = no () => (float[2, 3] b) { b = Abs (x) }
+        >
+        y = Relu (z)
+    }
+    """
+    model = ir.from_proto(parser.parse_model(text))
+    notes = canonicalize(model)
+    verify(model)
+    assert [value.name for value in model.graph.outputs] == ["y"]
+    assert codes(notes) == [("RENAMED", "y_1")]
+    found = run(model, {"x": X, "c": np.array(True)})
+    np.testing.assert_array_equal(found[0], np.maximum(-X, 0))
+
+
 def test_outputs_that_a_node_leaves_out() -> None:
     text = """
     <ir_version: 10, opset_import: ["": 18]>
@@ -385,6 +406,26 @@ def test_shapes_from_constants_of_bodies() -> None:
     assert reshape.outputs[0].shape == ir.Shape([2, 3])
 
 
+def test_shapes_from_a_small_constant_in_a_file(tmp_path: Path) -> None:
+    text = """
+    <ir_version: 10, opset_import: ["": 18]>
+    main (float[batch, 6] x) => (y) { y = Reshape (x, to) }
+    """
+    (tmp_path / "to.data").write_bytes(np.array([0, 2, 3], np.int64).tobytes())
+    tensor = ir.ExternalTensor(
+        "to.data", 0, 24, ir.DataType.INT64, shape=ir.Shape([3]), name="to", base_dir=tmp_path
+    )
+    model = ir.from_proto(parser.parse_model(text))
+    value = model.graph[0].inputs[1]
+    assert value is not None
+    value.const_value = tensor
+    model.graph.register_initializer(value)
+    assert canonicalize(model) == []
+    assert model.graph.outputs[0].shape == ir.Shape(["batch", 2, 3])
+    assert value.const_value is tensor
+    assert tensor.raw is None, "mapped for the time of one read only"
+
+
 def test_failed_inference_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **options: Any) -> onnx.ModelProto:
         raise RuntimeError("no shapes today")
@@ -392,7 +433,7 @@ def test_failed_inference_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx.shape_inference, "infer_shapes", fail)
     model, notes = capture(IF, {"x": X, "c": np.array(True)})
     assert [(n.code, n.message) for n in notes if n.code != "RENAMED"] == [
-        ("SHAPES_NOT_INFERRED", "no shapes today")
+        ("SHAPES_NOT_INFERRED", "shape inference failed: no shapes today")
     ]
     assert main_constants(model) == ["V", "V_1", "W"], "capture went on"
 
@@ -426,6 +467,7 @@ def test_metadata_loses_stack_traces_and_local_paths_only() -> None:
     for node in (proto.graph.node[0], proto.graph.node[1].attribute[0].g.node[0]):
         node.metadata_props.add(key="pkg.torch.onnx.stack_trace", value=trace)
         node.metadata_props.add(key="mine", value="keep this")
+        node.metadata_props.add(key="my source", value="/home/me/project/model.py:12")
         node.doc_string = "/home/me/project/model.py(12): forward"
     scope_names = "['', 'layers.0', 'layers.0.proj', 'linear']"
     proto.graph.node[0].metadata_props.add(key="pkg.torch.onnx.name_scopes", value=scope_names)

@@ -213,6 +213,24 @@ def test_a_function_of_our_domain_is_kept_only_where_its_body_is_ours() -> None:
     assert not foreign.functions, "trust is for the domain qgraph alone"
 
 
+def test_calls_in_a_kept_function_are_inlined_with_its_attributes() -> None:
+    text = f"""
+    {HEAD.replace('"local": 1', '"local": 1, "qgraph": 1')}
+    main (float[2, 3] x) => (float[2, 3] y) {{ y = qgraph.ours <a = 0.5> (x) }}
+    <domain: "qgraph", opset_import: ["": 18, "local": 1]>
+    ours <a> (x) => (out) {{ [act] out = local.inner <slope: float = @a> (x) }}
+    <domain: "local", opset_import: ["": 18]>
+    inner <slope> (x) => (out) {{ out = LeakyRelu <alpha: float = @slope> (x) }}
+    """
+    proto = parser.parse_model(text)
+    model = ir.from_proto(proto)
+    canonicalize(model, lambda function: True)
+    verify(model)
+    ((node,),) = model.functions.values()
+    assert (node.op_type, node.attributes["alpha"].ref_attr_name) == ("LeakyRelu", "a")
+    np.testing.assert_array_equal(run(ir.to_proto(model), x=X)[0], run(proto, x=X)[0])
+
+
 def test_functions_that_call_each_other_in_a_circle() -> None:
     text = f"""
     {HEAD}

@@ -111,6 +111,21 @@ def parsed(data: bytes) -> Any:
     return proto.SerializeToString(deterministic=True)
 
 
+def test_messages_that_parsers_merge_are_left_alone(tmp_path: Path) -> None:
+    def read(data: bytes) -> bytes:
+        (tmp_path / "model.onnx").write_bytes(data)
+        return inline_data.read(str(tmp_path / "model.onnx"), 32)
+
+    weight = numpy_helper.from_array(np.ones(9, np.float32), "W")
+    graph = onnx.ModelProto(graph=onnx.GraphProto(initializer=[weight])).SerializeToString()
+    assert read(graph) != graph
+    assert read(graph + graph) == graph + graph, "two graphs"
+
+    weight.data_location = TensorProto.EXTERNAL
+    placed = onnx.ModelProto(graph=onnx.GraphProto(initializer=[weight])).SerializeToString()
+    assert read(placed) == placed, "data and a place"
+
+
 def big_model(folder: Path, rows: int) -> tuple[Path, np.ndarray]:
     weight = np.arange(rows * 1024, dtype=np.float32).reshape(1024, rows) / 7
     graph = helper.make_graph(

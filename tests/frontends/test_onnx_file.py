@@ -18,6 +18,8 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 from qgraph.errors import InputError
 from qgraph.frontends import onnx_file
+from qgraph.frontends.canonical import canonicalize
+from qgraph.scopes import scopes
 
 TEXT = """
 <ir_version: 10, opset_import: ["": 18]>
@@ -186,7 +188,17 @@ def in_a_function(proto: onnx.ModelProto) -> TensorProto:
     return proto.functions[0].node[0].attribute[0].t
 
 
-@pytest.mark.parametrize("place", [in_a_body, in_an_attribute, in_a_function])
+def as_a_default(proto: onnx.ModelProto) -> TensorProto:
+    in_a_function(proto)
+    attribute = proto.functions[0].node[0].attribute[0]
+    proto.functions[0].attribute_proto.add().CopyFrom(attribute)
+    proto.functions[0].attribute_proto[0].name = "held"
+    attribute.ClearField("t")
+    attribute.ref_attr_name = "held"
+    return proto.functions[0].attribute_proto[0].t
+
+
+@pytest.mark.parametrize("place", [in_a_body, in_an_attribute, in_a_function, as_a_default])
 def test_references_in_bodies_attributes_and_functions(
     tmp_path: Path, place: Callable[[onnx.ModelProto], TensorProto]
 ) -> None:
@@ -199,11 +211,9 @@ def test_references_in_bodies_attributes_and_functions(
 
     (tmp_path / "model.data").write_bytes(np.arange(4, dtype=np.float32).tobytes())
     model = onnx_file.load(path)
-    held = [*model.graph.all_nodes(), *(n for f in model.functions.values() for n in f)]
-    found = [n.attributes["value"].as_tensor() for n in held if n.op_type == "Constant"]
-    for body in model.graph.subgraphs():
-        found += [v.const_value for v in body.initializers.values() if v.name == "inner"]
-    (tensor,) = found
+    canonicalize(model)
+    constants = [v for scope in scopes(model.graph) for v in scope.initializers.values()]
+    (tensor,) = [v.const_value for v in constants if list(v.shape or ()) == [4] and v.name != "b"]
     assert isinstance(tensor, ir.ExternalTensor)
     assert Path(tensor.path) == tmp_path / "model.data"
     np.testing.assert_array_equal(tensor.numpy(), [0, 1, 2, 3])

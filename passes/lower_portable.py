@@ -1,0 +1,127 @@
+"""For what no kernel takes: dequantize and multiply block by block, in standard operators."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+import onnx_ir as ir
+
+from qgraph.formats.base import Format
+from qgraph.formats.linear_function import linear_function, linear_name
+from qgraph.graph import Graph
+from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
+from qgraph.passes.lower_matmul_nbits import (
+    CannotFuse,
+    around,
+    check_activation,
+    check_view,
+    place,
+)
+from qgraph.report import Step
+from qgraph.rewrite import Rewriter
+from qgraph.sites import QGRAPH_DOMAIN, Site
+
+
+@dataclasses.dataclass(frozen=True)
+class LowerPortable(Pass):
+    """What is left of the dequantized weights, so that no runtime folds them into floats.
+
+    before:  w = qgraph::DequantizeInt4V1 (codes, scales)
+             t = Transpose <perm = [1, 0]> (w)
+             y = MatMul(x, t)
+    after:   y = qgraph::LinearInt4V1 <k, dtype> (x, codes, scales)
+    An embedding dequantizes the rows that it gathers:
+             c = Gather(codes, ids)
+             s = Gather(scales, ids)
+             w = qgraph::DequantizeInt4V1 (c, s)
+             y = Reshape(w, [ids' shape, K])
+    """
+
+    name: ClassVar[str] = "lower_portable"
+
+    def run(self, graph: Graph, context: Context) -> list[Step]:
+        """Rewrite every site that still reads a dequantized weight."""
+        rewriter = Rewriter(graph.model)
+        parts = PackedParts(rewriter)
+        steps = []
+        for site in graph.sites():
+            if not is_lazy(site.dequantizer):
+                continue
+            assert site.dequantizer is not None
+            fmt = source_of(site.dequantizer).format
+            gathers = site.role == "embedding"
+            result = fmt.function_name if gathers else linear_name(fmt)
+            rule = f"portable: {site.op} → {result}"
+            try:
+                check_view(site)
+                nodes = (_gathered if gathers else _linear)(site, parts, rewriter)
+            except CannotFuse as refused:
+                steps.append(Step(self.name, rule, site.name, "refused", *refused.args))
+                continue
+            if not gathers:
+                _declare(graph.model, fmt)
+            place(site, nodes, result, rewriter)
+            steps.append(Step(self.name, rule, site.name, "done", None, fmt.spell()))
+        return steps
+
+
+def _declare(model: ir.Model, fmt: Format) -> None:
+    """Put the linear's function into the model."""
+    if (QGRAPH_DOMAIN, linear_name(fmt), "") not in model.functions:
+        function = linear_function(fmt, model.opset_imports.get("", 1))
+        model.functions[function.identifier()] = function
+
+
+def _linear(site: Site, parts: PackedParts, rewriter: Rewriter) -> list[ir.Node]:
+    """One call of the function, with a bias behind it."""
+    assert site.dequantizer is not None
+    source = source_of(site.dequantizer)
+    check_activation(site)
+
+    def call(activation: ir.Value, bias: ir.Value | None) -> ir.Node:
+        packed = parts.get(source, source.format.default_layout)
+        return rewriter.node(
+            linear_name(source.format),
+            [activation, *packed.values()],
+            name=f"{site.name}/linear",
+            domain=QGRAPH_DOMAIN,
+            attributes={"k": site.k, "dtype": source.scale_dtype.value},
+            dtype=site.dtype,
+        )
+
+    return around(site, rewriter, call, takes_bias=False)
+
+
+def _gathered(site: Site, parts: PackedParts, rewriter: Rewriter) -> list[ir.Node]:
+    """Gather codes, scales and zero points of the rows asked for, dequantize only those."""
+    assert site.dequantizer is not None
+    source = source_of(site.dequantizer)
+    ids = site.activation
+    nodes: list[ir.Node] = []
+
+    def add(op_type: str, inputs: list[ir.Value | None], name: str, **options: int) -> ir.Value:
+        node = rewriter.node(op_type, inputs, name=f"{site.name}/{name}", attributes={**options})
+        nodes.append(node)
+        return node.outputs[0]
+
+    flat_shape = rewriter.constant(f"{site.name}/flat", np.array([-1], np.int64))
+    length = rewriter.constant(f"{site.name}/k", np.array([site.k], np.int64))
+    flat = add("Reshape", [ids, flat_shape], "flat_ids")
+    packed = parts.get(source, source.format.default_layout)
+    rows: list[ir.Value | None] = [
+        add("Gather", [value, flat], f"gather_{part}") for part, value in packed.items()
+    ]
+    table = rewriter.node(
+        source.format.function_name,
+        rows,
+        name=f"{site.name}/rows",
+        domain=QGRAPH_DOMAIN,
+        attributes={"k": site.k, "dtype": source.scale_dtype.value},
+        dtype=source.scale_dtype,
+    )
+    nodes.append(table)
+    shape = add("Concat", [add("Shape", [ids], "shape"), length], "out_shape", axis=0)
+    add("Reshape", [table.outputs[0], shape], "reshape")
+    return nodes
