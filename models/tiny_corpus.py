@@ -12,7 +12,7 @@ from qgraph.errors import InputError
 Split = Literal["train", "eval"]
 
 # Both lists are fixed: the weights were trained on the first, and what is measured on the
-# second counts only while the two stay apart. All are there in Python 3.11 to 3.14.
+# second counts only while the two stay apart. All are there in Python 3.11 to 3.13.
 _TRAIN = """
     abc argparse ast asyncio.base_events asyncio.events asyncio.futures asyncio.locks
     asyncio.queues asyncio.selector_events asyncio.streams asyncio.subprocess asyncio.tasks

@@ -88,4 +88,3 @@ def _done(site: Site, decision: Decision, source: AdoptedSource) -> Step:
         decision.packed_bytes,
         error=0.0,
     )
-

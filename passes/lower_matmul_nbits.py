@@ -149,14 +149,16 @@ def around(
     """
     nodes: list[ir.Node] = []
 
-    def add(op_type: str, inputs: list[ir.Value | None], name: str, **attributes: list[int]) -> None:
+    def add(
+        op_type: str, inputs: list[ir.Value | None], name: str, **attributes: list[int]
+    ) -> None:
         node = rewriter.node(
             op_type, inputs, name=f"{site.name}/{name}", attributes={**attributes}, dtype=site.dtype
         )
         nodes.append(node)
 
     activation = site.activation
-    if site.op == "Gemm" and site.node.attributes.get_int("transA", 0):
+    if site.op == "Gemm" and site.node.attributes.get_int("transA", 0) != 0:
         add("Transpose", [activation], "transpose_a", perm=[1, 0])
         activation = nodes[-1].outputs[0]
     bias = _bias(site, rewriter)

@@ -170,7 +170,7 @@ class _Spelling:
             name=f"{value.name}/transpose",
             attributes={"perm": [1, 0]},
             dtype=value.dtype,
-            shape=list(value.shape)[::-1],
+            shape=ir.Shape(list(value.shape)[::-1]),
         )
         self.rewriter.insert_before(before, [node])
         return node.outputs[0]

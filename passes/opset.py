@@ -20,7 +20,6 @@ from qgraph.rewrite import Rewriter
 from qgraph.scopes import scopes
 from qgraph.verify import verify
 
-
 SMALL = 1024
 """Constants of up to this many bytes go along: converters look at shapes and axes."""
 

@@ -79,7 +79,7 @@ class RoundedSource(QuantSource):
 
 def _worst_ratio(error: Array, bound: Array, group: int) -> float:
     """The largest |error| / bound over all groups; a zero bound allows a zero error only."""
-    n, k = error.shape
+    k = error.shape[1]
     starts = np.arange(0, k, group or k)
     largest = np.maximum.reduceat(np.abs(error), starts, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -7,6 +7,7 @@ of a saved graph. Nothing is rounded again; what no format holds exactly is refu
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from abc import abstractmethod
 from collections.abc import Hashable
 
@@ -16,7 +17,7 @@ import onnx_ir as ir
 from qgraph import registry
 from qgraph.constants import open_array, release
 from qgraph.errors import InputError
-from qgraph.formats.base import GROUPS, PARTS, Array, Format, Layout, Part, QuantizedWeight
+from qgraph.formats.base import GROUPS, PARTS, Array, Format, Part, QuantizedWeight
 from qgraph.qdq_weight import SIGNED, UNSIGNED, NoGrid, QdqWeight, locate, read_all
 from qgraph.quant_tensor import Deviation, QuantSource, QuantTensor
 from qgraph.sites import Refusal, Site
@@ -211,7 +212,7 @@ def _type_refusal(
     assert site.weight is not None and site.dequantizer is not None
     made = ir.DataType(site.dequantizer.attributes.get_int("output_dtype", 0)) or scales.dtype
     types = [scales.dtype, made, *site.weight.view.casts]
-    for before, after in zip(types, types[1:], strict=False):
+    for before, after in itertools.pairwise(types):
         if before != after and EXACT_CASTS.get(before) != after:
             detail = f"{before.name.lower()} scales are cast to {after.name.lower()}"
             return Refusal("DTYPE_HAS_NO_KERNEL", detail)
@@ -233,7 +234,9 @@ def _scale_refusal(source: QdqSource, scales: ir.TensorProtocol) -> Refusal | No
         wide = values.astype(np.float64) * source.factor
         scaled = values.astype(stored) * stored.type(source.factor)
     exact = np.array_equal(scaled.astype(np.float64), wide)
-    rounded = source.scale_dtype == ir.DataType.FLOAT and np.allclose(scaled, wide, rtol=2e-7, atol=0)
+    rounded = source.scale_dtype == ir.DataType.FLOAT and np.allclose(
+        scaled, wide, rtol=2e-7, atol=0
+    )
     if exact or rounded:
         return None
     return Refusal("GEMM_ALPHA_BETA", f"alpha {source.factor:g} does not fit the scales' type")

@@ -21,6 +21,7 @@ class KernelRule:
     levels: accuracy levels that the kernel honours; 4 computes in int8.
     blocks: block sizes along K; empty means any.
     slow: an order of magnitude slower than float; taken only by a query that allows it.
+    remark: the reason code that a site of this kernel carries, where it works at a cost.
     """
 
     op: str
@@ -36,6 +37,7 @@ class KernelRule:
     slow: bool = False
     origin: Origin = "installed"
     note: str = ""
+    remark: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,6 +116,10 @@ def _fused(row: SiteRow, site: Site, capabilities: Capabilities) -> SiteRow:
         value.const_value.nbytes if value.const_value is not None else 0
         for value in _packed_inputs(site)
     )
+    rule = answer.rule
+    remark, note = (rule.remark, rule.note) if rule is not None else (answer.reason, answer.detail)
+    if _has_float_zeros(site):
+        remark, note = "FLOAT_ZERO_POINT_IS_SLOW", "its zero points are floats"
     return dataclasses.replace(
         row,
         format=row.format or f"{'int' if query.symmetric else 'uint'}{query.bits}",
@@ -125,11 +129,16 @@ def _fused(row: SiteRow, site: Site, capabilities: Capabilities) -> SiteRow:
         level=query.level if site.op == "MatMulNBits" else None,
         kernel=spell_kernel(query),
         provider=capabilities.provider,
-        origin=answer.rule.origin if answer.rule is not None else "predicted",
-        reason=row.reason or answer.reason,
-        detail=row.detail or answer.detail or (answer.rule.note if answer.rule else ""),
+        origin=rule.origin if rule is not None else "predicted",
+        reason=row.reason or remark,
+        detail=row.detail or note,
         packed_bytes=stored,
     )
+
+
+def _has_float_zeros(site: Site) -> bool:
+    zeros = site.node.inputs[3] if len(site.node.inputs) > 3 else None
+    return zeros is not None and zeros.dtype is not None and zeros.dtype.is_floating_point()
 
 
 def _packed_inputs(site: Site) -> list[ir.Value]:
@@ -168,6 +177,4 @@ def measured(explanation: Explanation, runtime: Runtime, model: Path | ir.Model)
         LevelProof(bits, block, runtime.level_difference(bits, block), count)
         for (bits, block), count in sorted(kernels.items())
     ]
-    return dataclasses.replace(
-        explanation, source="run", profile=rows, proofs=tuple(proofs)
-    )
+    return dataclasses.replace(explanation, source="run", profile=rows, proofs=tuple(proofs))

@@ -1,11 +1,11 @@
 """The error tree. Every error names the thing, the value found, the value wanted and the way out.
 
-    QGraphError            1
-    ├── InputError         2   wrong usage or input
-    │   ├── GraphError     2   a graph that breaks canonical form, with the node that breaks it
-    │   └── MissingExtra   2   a package that the command needs is not installed
-    ├── CoverageError      3   coverage below what was asked for
-    └── NumericError       4   a numeric check failed
+QGraphError            1
+├── InputError         2   wrong usage or input
+│   ├── GraphError     2   a graph that breaks canonical form, with the node that breaks it
+│   └── MissingExtra   2   a package that the command needs is not installed
+├── CoverageError      3   coverage below what was asked for
+└── NumericError       4   a numeric check failed
 """
 
 from __future__ import annotations

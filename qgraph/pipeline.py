@@ -225,7 +225,13 @@ class _Run:
         self._stage = ("", time.perf_counter())
 
     def optimize(
-        self, model: Source, output: Path | None, *, single_file: bool, force: bool, report: Path | None
+        self,
+        model: Source,
+        output: Path | None,
+        *,
+        single_file: bool,
+        force: bool,
+        report: Path | None,
     ) -> Result:
         """See the function of this name."""
         self._start("capture")
@@ -363,7 +369,9 @@ class _Run:
             self._start("load")
             save.trial(self.runtime.load)
 
-    def _describe(self, model: ir.Model, plan: QuantPlan, errors: Mapping[str, float | None]) -> None:
+    def _describe(
+        self, model: ir.Model, plan: QuantPlan, errors: Mapping[str, float | None]
+    ) -> None:
         """Write the decisions into the model's metadata: deterministic, no times, no paths."""
         sites = {item.site: _entry(item, errors.get(item.site)) for item in plan.decisions}
         content = {
@@ -476,7 +484,16 @@ def _stored_bytes(model: ir.Model) -> int:
 
 
 def _peak_rss() -> int:
-    """The process's peak resident set so far, in bytes."""
+    """The process's peak resident set so far, in bytes.
+
+    Linux's `ru_maxrss` starts at what the parent had when it started this process; VmHWM does not.
+    """
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        found = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+        return int(found[0].split()[1]) * 1024
+    except (OSError, IndexError, ValueError):
+        pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -169,9 +169,11 @@ def _with_costs(
             decision = dataclasses.replace(decision, reason=code, detail=detail)
         elif len(formats) > 1:
             size = decision.packed_bytes / 1e6
-            detail = f"{len(formats)} packed copies ({', '.join(formats)}): this one takes {size:.1f} MB"
+            detail = (
+                f"{len(formats)} packed copies ({', '.join(formats)}): this one takes {size:.1f} MB"
+            )
             decision = dataclasses.replace(decision, reason="SEPARATE_COPY", detail=detail)
-        elif decision.shared_with is not None and decision.reason is None:
+        elif decision.shared_with is not None:
             detail = f"one packed weight with {decision.shared_with}"
             decision = dataclasses.replace(decision, reason="SHARED_WITH", detail=detail)
         found.append(decision)
@@ -190,7 +192,9 @@ def _other_readers(site: Site, sites: Sequence[Site]) -> list[str]:
     root = site.weight.root
     on_the_way = {id(node) for other in sites for node in (*other.chain, other.node)}
     values = [root, *(node.outputs[0] for node in site.chain)]
-    readers = [use.node.name or "" for v in values for use in v.uses() if id(use.node) not in on_the_way]
+    readers = [
+        use.node.name or "" for v in values for use in v.uses() if id(use.node) not in on_the_way
+    ]
     return readers + [f"output {value.name}" for value in values if value.is_graph_output()]
 
 
@@ -313,6 +317,7 @@ class _Planner:
             solver=solver,
             kernel=spell_kernel(query),
             origin=rule.origin,
+            reason=rule.remark,
             detail=rule.note,
             shared_with=shared,
             packed_bytes=round(bits * site.n * site.k / 8),
@@ -459,7 +464,9 @@ def _candidates(
     levels = {"auto": (4, 0), "0": (0,), "4": (4,)}[accuracy_level]
     slow = accuracy_level == "0"
     return [
-        dataclasses.replace(item, level=level, allow_slow=slow) for level in levels for item in blocks
+        dataclasses.replace(item, level=level, allow_slow=slow)
+        for level in levels
+        for item in blocks
     ]
 
 
@@ -480,14 +487,18 @@ def require_known_options(recipe: Recipe) -> None:
         fields = [item.name for item in dataclasses.fields(kind)]
         if field not in fields:
             near = registry.did_you_mean(field, fields)
-            raise InputError(f"pass {name} has no field {field!r}{near} (it has: {', '.join(fields) or 'none'})")
+            raise InputError(
+                f"pass {name} has no field {field!r}{near} (it has: {', '.join(fields) or 'none'})"
+            )
 
 
 def query_of(site: Site) -> Query:
     """The kernel that a fused site runs, as the question that a plan asks."""
     attributes = site.node.attributes
     zeros = site.node.inputs[3] if len(site.node.inputs) > 3 else None
-    dtype = "float32" if site.dtype is None or site.dtype.name == "FLOAT" else site.dtype.name.lower()
+    dtype = (
+        "float32" if site.dtype is None or site.dtype.name == "FLOAT" else site.dtype.name.lower()
+    )
     return Query(
         GATHER_BLOCK_QUANTIZED if site.role == "embedding" else MATMUL_NBITS,
         dtype,

@@ -35,7 +35,9 @@ class Override:
         """
         selector, equals, rest = text.partition("=")
         if not equals or not selector or not rest:
-            raise InputError(f"--set {text!r}: wanted 'GLOB=FORMAT', as in 'lm_head*=int8:group=64'")
+            raise InputError(
+                f"--set {text!r}: wanted 'GLOB=FORMAT', as in 'lm_head*=int8:group=64'"
+            )
         pieces = rest.split(",")
         solver = [p.removeprefix("solver=") for p in pieces if p.startswith("solver=")]
         fmt = ",".join(p for p in pieces if not p.startswith("solver="))
@@ -135,5 +137,7 @@ def _fields(table: dict[str, Any], path: Path) -> dict[str, Any]:
 def _override(item: Any, path: Path) -> Override:
     known = {"selector", "format", "solver"}
     if not isinstance(item, dict) or "selector" not in item or not set(item) <= known:
-        raise InputError(f"recipe {path}: [[set]] wants selector, and format or solver; found {item!r}")
+        raise InputError(
+            f"recipe {path}: [[set]] wants selector, and format or solver; found {item!r}"
+        )
     return Override(**{key: str(value) for key, value in item.items()})

@@ -93,7 +93,9 @@ class Rewriter:
         """Put `new` (last one gives the result) where `old` was; it inherits names and type."""
         graph = old.graph
         if graph is None or len(old.outputs) != 1:
-            raise GraphError(f"cannot replace {old.op_type} {old.name}: not a placed node of one output")
+            raise GraphError(
+                f"cannot replace {old.op_type} {old.name}: not a placed node of one output"
+            )
         before, after = old.outputs[0], new[-1].outputs[0]
         name, kind, shape = before.name, before.type, before.shape
         graph.insert_before(old, list(new))
@@ -103,7 +105,7 @@ class Rewriter:
         after.name, after.type, after.shape = name, kind, shape
 
     def drop_unused(self, nodes: Iterable[ir.Node]) -> None:
-        """Remove those of `nodes` (readers last) that nobody reads any more, and their constants."""
+        """Remove those of `nodes` (readers last) that nobody reads now, and their constants."""
         for node in reversed(list(nodes)):
             if node.graph is None or any(_read(output) for output in node.outputs):
                 continue

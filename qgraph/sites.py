@@ -122,7 +122,9 @@ class Site:
     @property
     def activation(self) -> ir.Value:
         """The input that is multiplied, or the indices of an embedding."""
-        value = self.node.inputs[0 if self.state == "fused" and self.role != "embedding" else self._at]
+        value = self.node.inputs[
+            0 if self.state == "fused" and self.role != "embedding" else self._at
+        ]
         assert value is not None
         return value
 
@@ -265,7 +267,9 @@ def _swap(view: View, rank: int) -> View:
     if rank < 2:
         return view
     order = (*range(rank - 2), rank - 1, rank - 2)
-    return view.then("transpose", order) if rank == 2 else _drop(view.then("transpose", order), rank)
+    return (
+        view.then("transpose", order) if rank == 2 else _drop(view.then("transpose", order), rank)
+    )
 
 
 def _keep(view: View, rank: int) -> View:
@@ -307,7 +311,9 @@ def _on_gather(node: ir.Node) -> Site | None:
 
 
 def _on_matmul_nbits(node: ir.Node) -> Site | None:
-    return _fused(node, 1, "linear", node.attributes.get_int("N", 0), node.attributes.get_int("K", 0))
+    return _fused(
+        node, 1, "linear", node.attributes.get_int("N", 0), node.attributes.get_int("K", 0)
+    )
 
 
 def _on_gather_block_quantized(node: ir.Node) -> Site | None:
@@ -325,8 +331,15 @@ def _fused(node: ir.Node, position: int, role: Role, n: int, k: int) -> Site:
     while codes is not None and (producer := codes.producer()) is not None and is_view_op(producer):
         codes = producer.inputs[0]
     return Site(
-        name=node.name or "", node=node, op=node.op_type, role=role, state="fused", n=n, k=k,
-        position=position, weight_name=(codes.name if codes is not None else None) or "",
+        name=node.name or "",
+        node=node,
+        op=node.op_type,
+        role=role,
+        state="fused",
+        n=n,
+        k=k,
+        position=position,
+        weight_name=(codes.name if codes is not None else None) or "",
         dtype=activation.dtype if activation is not None else None,
     )
 
@@ -345,6 +358,7 @@ _WEIGHT_LIKE = frozenset(
     "CastLike DequantizeLinear QuantizeLinear Tanh Exp Sign Softmax ReduceL2 ReduceSum".split()
 )
 """Ops that a weight may pass before it is used (weight norm, scaling, fake quantization)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
@@ -399,7 +413,9 @@ def _with_heads(sites: list[Site], model: ir.Model) -> list[Site]:
     ]
 
 
-_AFTER_HEAD = frozenset("Add Mul Div Cast Reshape Identity Tanh Softmax LogSoftmax Slice Squeeze".split())
+_AFTER_HEAD = frozenset(
+    "Add Mul Div Cast Reshape Identity Tanh Softmax LogSoftmax Slice Squeeze".split()
+)
 
 
 def _reaches(node: ir.Node, outputs: set[int], depth: int = 6) -> bool:

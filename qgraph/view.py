@@ -17,7 +17,6 @@ import onnx_ir as ir
 from qgraph.constants import small_ints
 from qgraph.formats.base import Array
 
-
 BEFORE_ALL = -(1 << 62)
 """The end of a slice that runs backwards to the first element."""
 
@@ -91,7 +90,8 @@ def _take_slice(array: Array, axis: int, start: int, stop: int, step: int) -> Ar
     start, stop = min(max(start, 0), high), min(max(stop, low), high)
     index: list[Any] = [slice(None)] * array.ndim
     index[axis] = slice(start, None if stop < 0 else stop, step)
-    return array[tuple(index)]
+    taken: Array = array[tuple(index)]
+    return taken
 
 
 def _index(array: Array, axis: int, at: int) -> Array:

@@ -36,9 +36,9 @@ _SLOW = "0.03 to 0.1 times the speed of a float MatMul"
 _F16 = "float16 activations are converted to float32 and back at each call on x86"
 
 _CPU = (
-    KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (4,), BLOCKS, (0, 4), note=_F16),
-    KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (8,), BLOCKS, (4,), note=_F16),
-    KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (2,), (32, 64, 128), (4,), note=_F16),
+    KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (4,), BLOCKS, (0, 4)),
+    KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (8,), BLOCKS, (4,)),
+    KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (2,), (32, 64, 128), (4,)),
     KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (2, 8), BLOCKS, (0,), slow=True, note=_SLOW),
     KernelRule(GATHER_BLOCK_QUANTIZED, CPU_PROVIDER, _FLOATS, (2, 4, 8), BLOCKS),
 )
@@ -131,14 +131,12 @@ def _self_tested(rule: KernelRule) -> list[KernelRule]:
         return [rule]
     result = []
     for dtype in rule.dtypes:
-        each = dataclasses.replace(rule, dtypes=(dtype,), note=_note(rule, dtype))
+        each = dataclasses.replace(rule, dtypes=(dtype,))
+        if dtype == "float16":
+            each = dataclasses.replace(each, note=_F16, remark="FP32_FALLBACK_KERNEL")
         real = {b for b in rule.blocks if all(level_is_real(n, b, dtype) for n in rule.bits)}
         result += _split(each, tuple(b for b in rule.blocks if b in real))
     return result
-
-
-def _note(rule: KernelRule, dtype: str) -> str:
-    return rule.note if dtype == "float16" else ""
 
 
 def _split(rule: KernelRule, real: tuple[int, ...]) -> list[KernelRule]:

@@ -69,7 +69,9 @@ def ops(path: Path) -> Counter[str]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.is_file()}
+    return {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.is_file()
+    }
 
 
 def test_the_main_job(tmp_path: Path) -> None:
@@ -78,9 +80,17 @@ def test_the_main_job(tmp_path: Path) -> None:
     output = tmp_path / "out" / "model.int4.onnx"
     output.parent.mkdir()
     result = qgraph.optimize(source, output, group=32, embedding="uint8")
-    assert ops(output) == {"MatMulNBits": 3, "GatherBlockQuantized": 1, "Reshape": 1, "Slice": 1, "Relu": 1}
+    assert ops(output) == {
+        "MatMulNBits": 3,
+        "GatherBlockQuantized": 1,
+        "Reshape": 1,
+        "Slice": 1,
+        "Relu": 1,
+    }
     assert result.plan.coverage.share == 1.0
-    assert result.summary.startswith("quantized 3/3 linears (100 % of linear weight bytes) · 1/1 emb")
+    assert result.summary.startswith(
+        "quantized 3/3 linears (100 % of linear weight bytes) · 1/1 emb"
+    )
     assert digests(tmp_path) == before, "the input was touched"
     expected, got = run(source), run(output)
     assert np.linalg.norm(got - expected) / np.linalg.norm(expected) < 0.12
@@ -108,7 +118,9 @@ def test_another_format_for_the_head_makes_two_blobs_and_says_so(tmp_path: Path)
 
 def test_the_same_run_writes_the_same_bytes(tmp_path: Path) -> None:
     source = decoder(tmp_path)
-    made = [qgraph.optimize(source, tmp_path / name / "o.onnx").files for name in _folders(tmp_path)]
+    made = [
+        qgraph.optimize(source, tmp_path / name / "o.onnx").files for name in _folders(tmp_path)
+    ]
     assert [p.name for p in made[0]] == [p.name for p in made[1]]
     assert [p.read_bytes() for p in made[0]] == [p.read_bytes() for p in made[1]]
 
@@ -130,7 +142,9 @@ def test_a_callers_graph_is_never_changed(tmp_path: Path) -> None:
 
 def test_metadata_is_small_and_names_no_path(tmp_path: Path) -> None:
     result = qgraph.optimize(decoder(tmp_path), tmp_path / "o.onnx")
-    props = {p.key: p.value for p in onnx.load(result.files[0], load_external_data=False).metadata_props}
+    props = {
+        p.key: p.value for p in onnx.load(result.files[0], load_external_data=False).metadata_props
+    }
     content = json.loads(props["qgraph"])
     assert content["schema"] == 1
     assert set(content["sites"]) == {"embed", "layers.0.up", "layers.0.down", "lm_head"}
@@ -163,7 +177,9 @@ def test_non_finite_weights_are_named_and_can_be_kept(tmp_path: Path, value: flo
 
     source = decoder(tmp_path, change=spoil)
     before = digests(tmp_path)
-    with pytest.raises(qgraph.InputError, match=r"layers\.0\.up\.weight: NON_FINITE.*row 7, column 3"):
+    with pytest.raises(
+        qgraph.InputError, match=r"layers\.0\.up\.weight: NON_FINITE.*row 7, column 3"
+    ):
         qgraph.optimize(source, tmp_path / "o.onnx")
     assert digests(tmp_path) == before
     result = qgraph.optimize(source, tmp_path / "o.onnx", exclude=["layers.0.up.weight"])
@@ -177,7 +193,9 @@ def test_non_finite_weights_are_named_and_can_be_kept(tmp_path: Path, value: flo
 def test_an_excluded_weight_is_bit_identical(tmp_path: Path) -> None:
     source = decoder(tmp_path)
     qgraph.optimize(source, tmp_path / "o.onnx", exclude=["role:embedding", "lm_head"])
-    stored = [{i.name: i for i in onnx.load(p).graph.initializer} for p in (source, tmp_path / "o.onnx")]
+    stored = [
+        {i.name: i for i in onnx.load(p).graph.initializer} for p in (source, tmp_path / "o.onnx")
+    ]
     assert stored[0]["embed.weight"].raw_data == stored[1]["embed.weight"].raw_data
 
 

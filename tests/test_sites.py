@@ -60,7 +60,9 @@ def test_what_a_site_says() -> None:
 )
 def test_rows_are_outputs(body: str, shape: Any, plain: bool) -> None:
     """Whatever the spelling, rows(a, b) are rows of [N, K]: x · rowsᵀ is the site's result."""
-    graph = graph_of(f"g (float[M, 12] x) => (float[?, 8] y) {{ {body} }}".replace("[?, 8]", ""), w=shape)
+    graph = graph_of(
+        f"g (float[M, 12] x) => (float[?, 8] y) {{ {body} }}".replace("[?, 8]", ""), w=shape
+    )
     (site,) = graph.sites()
     assert (site.n, site.k) == (N, K)
     assert site.weight is not None
@@ -97,7 +99,8 @@ def test_fused_ops_are_sites() -> None:
         """g (float[M, 32] x, int64[M] ids) => (float[M, 8] y, float[M, 32] z) {
             y = com.microsoft.MatMulNBits<K = 32, N = 8, bits = 4, block_size = 16>(x, q, s)
             r = Reshape(t, shape)
-            z = com.microsoft.GatherBlockQuantized<bits = 4, block_size = 16, quantize_axis = 1>(r, ids, u)
+            z = com.microsoft.GatherBlockQuantized
+                <bits = 4, block_size = 16, quantize_axis = 1>(r, ids, u)
         }""",
         q=np.zeros((8, 2, 8), np.uint8), s=(8, 2),
         t=np.zeros((9, 2, 8), np.uint8), shape=np.array([9, -1]), u=(9, 2),
@@ -154,7 +157,9 @@ def test_names_and_twins_of_one_weight() -> None:
     ],
 )
 def test_products_of_activations_are_none(body: str) -> None:
-    assert sites(f"g (float[3, 12] x, float[12, 8] x2) => (float[3, 8] y) {{ {body} }}", b=(8,)) == []
+    assert (
+        sites(f"g (float[3, 12] x, float[12, 8] x2) => (float[3, 8] y) {{ {body} }}", b=(8,)) == []
+    )
 
 
 def test_weight_norm_is_a_site_with_a_reason() -> None:

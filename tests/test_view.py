@@ -53,7 +53,8 @@ def chain(body: str, array: Any = ARRAY, opset: int = 21) -> tuple[Any, Any, Any
         "a = Constant<value_ints = [2, 1]>() s = Constant<value_ints = [-2, 3]>() "
         "t = Slice(w, b, e, a, s)",
         "b = Constant<value_ints = [9]>() e = Constant<value_ints = [-2]>() "
-        "a = Constant<value_ints = [2]>() s = Constant<value_ints = [-1]>() t = Slice(w, b, e, a, s)",
+        "a = Constant<value_ints = [2]>() s = Constant<value_ints = [-1]>() "
+        "t = Slice(w, b, e, a, s)",
         "i = Constant<value_int = -1>() t = Gather(w, i)",
         "i = Constant<value_ints = [1, 3, 5]>() t = Gather<axis = 1>(w, i)",
         "i = Constant<value_ints = [5, 4, 3]>() t = Gather<axis = 1>(w, i)",
@@ -98,7 +99,8 @@ def test_attributes_of_old_opsets(body: str, opset: int, array: Any) -> None:
 )
 def test_what_is_no_view_says_why(body: str, words: str) -> None:
     model = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 21]>\ng (float x) => (float y) {{ {body} y = Mul(x, t) }}'
+        f'<ir_version: 10, opset_import: ["" : 21]>\n'
+        f"g (float x) => (float y) {{ {body} y = Mul(x, t) }}"
     )
     model.graph.initializer.append(onnx.numpy_helper.from_array(ARRAY, "w"))
     graph = capture(ir.from_proto(model))

@@ -3,7 +3,8 @@
 A Scan over blocks of 128 rows: one block is float at a time, and what depends on the Scan cannot
 be folded into floats when a runtime loads the model. Only operators whose meaning has not changed
 since opset 13. Codes stay in the order of their bytes; it is the activation that is reordered.
-An empty activation is computed as one row of zeros (ONNX Runtime's Scan of nothing ends the process).
+An empty activation is computed as one row of zeros: ONNX Runtime's Scan of nothing ends the
+process.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ _TEXT = """
     end_row = Squeeze (n)
     step = Squeeze (rows_in_block)
     starts = Range (first_row, end_row, step)
-    parts = Scan <num_scan_inputs = 1, scan_output_axes = [1], body = block (int64 start) => (float[M, P] part) {{
+    parts = Scan <num_scan_inputs = 1, scan_output_axes = [1],
+                  body = block (int64 start) => (float[?, ?] part) {{
         begin = Reshape (start, one)
         end = Add (begin, rows_in_block)
         packed = Slice (codes, begin, end, zero)
@@ -115,11 +117,12 @@ def _lines(*lines: str) -> str:
 
 
 def _unpacked(packed: str, result: str, bits: int) -> str:
-    """u8 `[r, nb, bytes]` → float `[r, nb, planes·bytes]`: all first codes of the bytes, all second …
+    """u8 `[r, nb, bytes]` → float `[r, nb, planes·bytes]`: each byte's first code, then the second.
 
     From the top down: floor(rest / 2^(bits·i)) is plane i, what it leaves the next rest.
     """
-    lines, rest, planes = [f"{packed}_float = Cast <to = 1> ({packed})"], f"{packed}_float", []
+    rest, planes = f"{packed}_float", list[str]()
+    lines = [f"{rest} = Cast <to = 1> ({packed})"]
     for i in reversed(range(1, 8 // bits)):
         plane = f"{packed}_{i}"
         unit = 1 << bits * i

@@ -50,9 +50,11 @@ TABLES = [
 
 def tokens(text: Path, tokenizer: Path) -> np.ndarray:
     """The first blocks of `text`, int64 `[BLOCKS, LENGTH]`."""
-    ids = Tokenizer.from_file(str(tokenizer)).encode(
-        text.read_text(encoding="utf-8"), add_special_tokens=False
-    ).ids
+    ids = (
+        Tokenizer.from_file(str(tokenizer))
+        .encode(text.read_text(encoding="utf-8"), add_special_tokens=False)
+        .ids
+    )
     return np.array(ids[: BLOCKS * LENGTH], np.int64).reshape(BLOCKS, LENGTH)
 
 
@@ -77,7 +79,7 @@ def divergence(reference: np.ndarray, model: Path, blocks: np.ndarray) -> dict[s
     return {"mean": float(values.mean()), "p99": float(np.quantile(values, 0.99))}
 
 
-def unfused(source: Path, recipe: Recipe, folder: Path) -> Path:
+def unfused(source: Path, recipe: Recipe, folder: Path) -> list[Path]:
     """`source` quantized, not lowered: it computes the same function in float32."""
     graph = pipeline.capture(source)
     capabilities = registry.load("target", "ort-cpu").capabilities()
@@ -85,7 +87,9 @@ def unfused(source: Path, recipe: Recipe, folder: Path) -> Path:
     work = graph.clone()
     for name in ("quantize_rtn", "cleanup"):
         registry.load("pass", name)().run(work, Context(plan, capabilities))
-    return save(work.model, folder / "unfused.onnx", force=True)[0]
+    for old in folder.glob("unfused*"):
+        old.unlink()
+    return save(work.model, folder / "unfused.onnx")
 
 
 def main() -> None:
@@ -119,8 +123,8 @@ def main() -> None:
                 made = qgraph.optimize(source, Path(folder) / "m.onnx", recipe=recipe, force=True)
                 path, size = made.files[0], made.report.totals["bytes_after"]
             else:
-                path = unfused(source, recipe, Path(folder))
-                size = sum(f.stat().st_size for f in Path(folder).glob("unfused*"))
+                files = unfused(source, recipe, Path(folder))
+                path, size = files[0], sum(file.stat().st_size for file in files)
             row = {**recipe.to_json(), "bytes": size, **divergence(reference, path, blocks)}
             result["rows"].append(row)
             print(json.dumps(row), flush=True)

@@ -9,6 +9,8 @@ import json
 import sys
 import time
 
+from peak import peak_mb
+
 import qgraph
 
 source, output, group = sys.argv[1:]
@@ -23,4 +25,12 @@ result = qgraph.optimize(
     force=True,
 )
 seconds = time.perf_counter() - since
-print(json.dumps({"work_seconds": seconds, "linears": result.plan.coverage.linears_quantized}))
+print(
+    json.dumps(
+        {
+            "work_seconds": seconds,
+            "linears": result.plan.coverage.linears_quantized,
+            "peak_mb": peak_mb(),
+        }
+    )
+)

@@ -35,23 +35,23 @@ PROMPT = "The capital of France is"
 
 
 def run(command: list[str]) -> dict[str, Any]:
-    """Wall seconds and peak resident MB of one process; its last line, where that is JSON."""
+    """Wall seconds of one process, and its last line of output, where that is JSON."""
     since = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        output = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} exited {process.returncode}\n{output}")
-    found = {"seconds": time.perf_counter() - since, "peak_mb": usage.ru_maxrss * 1024 / 1e6}
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - since
+    output = done.stdout
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} exited {done.returncode}\n{output}{done.stderr}")
+    found: dict[str, Any] = {"seconds": seconds}
     last = output.strip().splitlines()[-1:]
     if last and last[0].startswith("{"):
         found |= json.loads(last[0])
     return found
 
 
-def compare(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int, key: str) -> dict[str, Any]:
+def compare(
+    ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int, key: str
+) -> dict[str, Any]:
     """The ratio of `key`, ours to theirs, over alternating rounds."""
     pairs = []
     for index in range(rounds):
@@ -74,10 +74,15 @@ def peer(source: Path, output: Path, group: int) -> list[str]:
     return [sys.executable, str(HERE / "peer_onnxruntime.py"), str(source), str(output), str(group)]
 
 
-def command(source: Path, output: Path, group: int, *more: str) -> list[str]:
-    """The whole `qgraph optimize` command."""
+def command(source: Path, output: Path, group: int, *more: str) -> dict[str, Any]:
+    """The whole `qgraph optimize` command: its seconds and peak resident MB."""
+    report = output.with_suffix(".json")
     options = ["--int4-groups", str(group), "-o", str(output), "--force", "--quiet", *more]
-    return [sys.executable, "-m", "qgraph", "optimize", str(source), *options]
+    found = run(
+        [sys.executable, "-m", "qgraph", "optimize", str(source), *options, "--report", str(report)]
+    )
+    totals = json.loads(report.read_text(encoding="utf-8"))["totals"]
+    return {**found, "peak_mb": totals["peak_rss_bytes"] / 1e6, "stages": totals["seconds"]}
 
 
 def linears_alone(source: Path, folder: Path, group: int, rounds: int) -> dict[str, Any]:
@@ -171,7 +176,7 @@ def large(folder: Path, gigabytes: float = 4.0) -> dict[str, Any]:
     source = folder / "large.onnx"
     run([sys.executable, str(HERE / "synthetic.py"), str(source), str(gigabytes)])
     size = sum(path.stat().st_size for path in folder.glob("large.onnx*"))
-    found = run(command(source, folder / "large.int4.onnx", 128))
+    found = command(source, folder / "large.int4.onnx", 128)
     for path in folder.glob("large*"):
         path.unlink()
     return {"model_mb": size / 1e6, "peak_mb": found["peak_mb"], "seconds": found["seconds"]}
@@ -205,7 +210,7 @@ def main() -> None:
         for label, more in (("whole", ()), ("whole_no_check", ("--no-check",))):
             if "whole" in parts:
                 result[label] = compare(
-                    lambda more=more: run(command(source, folder / "ours.onnx", 128, *more)),
+                    lambda more=more: command(source, folder / "ours.onnx", 128, *more),
                     lambda: run(peer(source, folder / "theirs.onnx", 128)),
                     arguments.rounds,
                     "seconds",

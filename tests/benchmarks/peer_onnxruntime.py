@@ -9,6 +9,8 @@ import json
 import sys
 import time
 
+from peak import peak_mb
+
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
 source, output, group = sys.argv[1:]
@@ -18,4 +20,5 @@ quantizer = MatMulNBitsQuantizer(
 since = time.perf_counter()
 quantizer.process()
 quantizer.model.save_model_to_file(output, True)
-print(json.dumps({"work_seconds": time.perf_counter() - since}))
+seconds = time.perf_counter() - since
+print(json.dumps({"work_seconds": seconds, "peak_mb": peak_mb()}))

@@ -38,8 +38,12 @@ def main(output: Path, gigabytes: float) -> None:
             weight(f"layers.{layer}.up", WIDTH, HIDDEN)
             weight(f"layers.{layer}.down", HIDDEN, WIDTH)
             nodes += [
-                helper.make_node("MatMul", [f"x{layer}", tensors[-2].name], [f"u{layer}"], f"up{layer}"),
-                helper.make_node("MatMul", [f"u{layer}", tensors[-1].name], [f"x{layer + 1}"], f"down{layer}"),
+                helper.make_node(
+                    "MatMul", [f"x{layer}", tensors[-2].name], [f"u{layer}"], f"up{layer}"
+                ),
+                helper.make_node(
+                    "MatMul", [f"u{layer}", tensors[-1].name], [f"x{layer + 1}"], f"down{layer}"
+                ),
             ]
             layer += 1
     nodes += [
@@ -50,7 +54,11 @@ def main(output: Path, gigabytes: float) -> None:
         nodes,
         "synthetic",
         [helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", "sequence"])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "sequence", VOCABULARY])],
+        [
+            helper.make_tensor_value_info(
+                "logits", TensorProto.FLOAT, ["batch", "sequence", VOCABULARY]
+            )
+        ],
         tensors,
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)

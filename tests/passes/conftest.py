@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ SIZES = {"M": 3, "B": 2, "T": 5}
 
 
 def build(text: str, **constants: Any) -> Graph:
-    """The captured graph of ONNX text; `constants` (arrays or TensorProtos) are its initializers."""
+    """The captured graph of ONNX text; `constants`, arrays or TensorProtos, are initializers."""
     if "ir_version" not in text:
         text = f'<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>\n{text}'
     model = onnx.parser.parse_model(text)
@@ -216,20 +215,19 @@ def check_numbers(outcome: Outcome, tolerance: float = 1e-5, **options: Any) -> 
     close(run(outcome.lowered, feeds), wanted, tolerance)
 
 
-@dataclasses.dataclass(frozen=True)
 class Bench:
     """The functions above, for tests."""
 
-    build: Callable[..., Graph] = staticmethod(build)
-    rewrite: Callable[..., Outcome] = staticmethod(rewrite)
-    check_numbers: Callable[..., None] = staticmethod(check_numbers)
-    run: Callable[..., dict[str, Any]] = staticmethod(run)
-    rounded: Callable[[Graph, QuantPlan], Graph] = staticmethod(rounded)
-    feeds_of: Callable[..., dict[str, Any]] = staticmethod(feeds_of)
-    close: Callable[..., None] = staticmethod(close)
-    ops: Callable[[Graph], dict[str, int]] = staticmethod(ops)
-    optimized_ops: Callable[[Graph], dict[str, int]] = staticmethod(optimized_ops)
-    optimized_sizes: Callable[[Graph], list[int]] = staticmethod(optimized_sizes)
+    build = staticmethod(build)
+    rewrite = staticmethod(rewrite)
+    check_numbers = staticmethod(check_numbers)
+    run = staticmethod(run)
+    rounded = staticmethod(rounded)
+    feeds_of = staticmethod(feeds_of)
+    close = staticmethod(close)
+    ops = staticmethod(ops)
+    optimized_ops = staticmethod(optimized_ops)
+    optimized_sizes = staticmethod(optimized_sizes)
 
 
 @pytest.fixture

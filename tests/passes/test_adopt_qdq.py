@@ -74,7 +74,8 @@ def test_blocks(bench: Any, rng: Any, dtype: str, zeros: str | None, axis: int) 
     names = ", ".join(constants)
     multiply = "MatMul(x, w)" if axis == 0 else "Gemm<transB = 1>(x, w)"
     graph = bench.build(
-        f"{HEAD} {{ w = DequantizeLinear <axis = {axis}, block_size = 16> ({names}) y = {multiply} }}",
+        f"{HEAD} {{ w = DequantizeLinear <axis = {axis}, block_size = 16> ({names})"
+        f" y = {multiply} }}",
         **constants,
     )
     outcome = bench.rewrite(graph, accuracy_level="0" if dtype.endswith("4") else "4")
@@ -211,7 +212,9 @@ def test_float16(bench: Any, rng: Any) -> None:
 
 
 def test_widening_cast(bench: Any, rng: Any) -> None:
-    body = "w = DequantizeLinear<axis = 0, block_size = 16>(q, s) c = Cast<to = 1>(w) y = MatMul(x, c)"
+    body = (
+        "w = DequantizeLinear<axis = 0, block_size = 16>(q, s) c = Cast<to = 1>(w) y = MatMul(x, c)"
+    )
     codes = codes_of(rng, "int4", (K, N))
     graph = dq(bench, body, q=stored(codes), s=scales_of(rng, (3, N), np.float16))
     # The source rounds each product to float16; the scales are widened exactly.
@@ -253,7 +256,8 @@ def test_copies_of_one_dequantizer_share_a_blob(bench: Any, rng: Any) -> None:
 
 
 def test_other_readers_keep_the_dequantizer_and_its_cost_is_told(bench: Any, rng: Any) -> None:
-    body = "w = DequantizeLinear<axis = 1>(q, s) a = MatMul(x, w) b = ReduceMax<keepdims = 0>(w) y = Add(a, b)"
+    body = """w = DequantizeLinear<axis = 1>(q, s)
+        a = MatMul(x, w) b = ReduceMax<keepdims = 0>(w) y = Add(a, b)"""
     graph = dq(bench, body, q=stored(codes_of(rng, "int8", (K, N))), s=scales_of(rng, (N,)))
     outcome = bench.rewrite(graph, accuracy_level="4")
     assert outcome.ops == {"MatMulNBits": 1, "DequantizeLinear": 1, "ReduceMax": 1, "Add": 1}
@@ -265,10 +269,13 @@ def test_other_readers_keep_the_dequantizer_and_its_cost_is_told(bench: Any, rng
 
 
 def test_excluded_reader_keeps_the_dequantizer(bench: Any, rng: Any) -> None:
-    body = "w = DequantizeLinear<axis = 1>(q, s) a = MatMul(x, w) n = Neg(x) b = MatMul(n, w) y = Sub(a, b)"
+    body = """w = DequantizeLinear<axis = 1>(q, s)
+        a = MatMul(x, w) n = Neg(x) b = MatMul(n, w) y = Sub(a, b)"""
     graph = dq(bench, body, q=stored(codes_of(rng, "int4", (K, N))), s=scales_of(rng, (N,)))
     outcome = bench.rewrite(graph, exclude=("MatMul_b",))
-    assert outcome.ops["DequantizeLinear"] == outcome.ops["MatMul"] == outcome.ops["MatMulNBits"] == 1
+    assert (
+        outcome.ops["DequantizeLinear"] == outcome.ops["MatMul"] == outcome.ops["MatMulNBits"] == 1
+    )
     assert outcome.step("MatMul_a").reason is None
     assert [d.reason for d in outcome.plan.decisions] == ["DQ_MULTIPLE_READERS", "EXCLUDED"]
     assert outcome.step("MatMul_b").outcome == "kept"
@@ -286,7 +293,9 @@ def test_embedding_and_head_share_a_table(bench: Any, rng: Any) -> None:
     )  # fmt: skip
     outcome = check(bench, graph, count=2)
     assert outcome.ops == {"MatMulNBits": 1, "GatherBlockQuantized": 1, "Reshape": 1}
-    packed = [v for v in outcome.lowered.model.graph.initializers.values() if "q." in (v.name or "")]
+    packed = [
+        v for v in outcome.lowered.model.graph.initializers.values() if "q." in (v.name or "")
+    ]
     assert len(packed) == 3
 
 
@@ -315,7 +324,10 @@ def test_inside_a_body(bench: Any, rng: Any) -> None:
             "w = DequantizeLinear<axis = 0, block_size = 8>(q, s) y = MatMul(x, w)",
             "int4", (6, N), "BLOCK_UNSUPPORTED",
         ),
-        ("w = DequantizeLinear<axis = 1>(q, s) y = MatMul(x, w)", "int16", (N,), "BITS_UNSUPPORTED"),
+        (
+            "w = DequantizeLinear<axis = 1>(q, s) y = MatMul(x, w)",
+            "int16", (N,), "BITS_UNSUPPORTED",
+        ),
         ("w = DequantizeLinear<axis = 1>(q, s) y = MatMul(x, w)", "fp8", (N,), "WEIGHT_TYPE"),
         (
             "d = Exp(s) w = DequantizeLinear<axis = 1>(q, d) y = MatMul(x, w)",
@@ -452,8 +464,10 @@ def test_any_window_reads_what_numpy_shows(data: Any) -> None:
     shape = tuple(grid) if block else (dims[axis],)
     codes, scales = codes_of(rng, dtype, dims), scales_of(rng, shape)
     zeros = codes_of(rng, dtype, shape)
-    broadcast = (lambda a: np.repeat(a, block, axis).take(range(dims[axis]), axis)) if block else (
-        lambda a: a.reshape([-1 if i == axis else 1 for i in range(len(dims))])
+    broadcast = (
+        (lambda a: np.repeat(a, block, axis).take(range(dims[axis]), axis))
+        if block
+        else (lambda a: a.reshape([-1 if i == axis else 1 for i in range(len(dims))]))
     )
     wide = (codes.astype(np.float32) - broadcast(zeros.astype(np.float32))) * broadcast(scales)
     perm = tuple(data.draw(st.permutations(range(len(dims)))))

@@ -18,7 +18,9 @@ def table(rng: np.random.Generator, rows: int = V, width: int = D, dtype: Any = 
     return rng.standard_normal((rows, width)).astype(dtype)
 
 
-def embedding(bench: Any, kind: str = "float", ids: str = "B, T", width: int = D, **constants: Any) -> Any:
+def embedding(
+    bench: Any, kind: str = "float", ids: str = "B, T", width: int = D, **constants: Any
+) -> Any:
     dims = f"{ids}, {width}" if ids else f"{width}"
     return bench.build(
         f"g (int64[{ids}] ids) => ({kind}[{dims}] y) {{ y = Gather(e, ids) }}", **constants
@@ -102,7 +104,9 @@ def test_almost_equal_tables_are_not_shared(bench: Any, rng: Any) -> None:
     array = table(rng, rows=400)
     other = array.T.copy()
     other[5, 237] += 1
-    text = TIED.replace("t = Transpose<perm = [1, 0]>(HEAD)", "t = Identity(f)").replace("40]", "400]")
+    text = TIED.replace("t = Transpose<perm = [1, 0]>(HEAD)", "t = Identity(f)").replace(
+        "40]", "400]"
+    )
     outcome = bench.rewrite(bench.build(text, e=array, f=other), embedding="int4")
     assert [d.shared_with for d in outcome.plan.decisions] == [None, None]
     bench.check_numbers(outcome)
@@ -110,7 +114,10 @@ def test_almost_equal_tables_are_not_shared(bench: Any, rng: Any) -> None:
 
 def test_scaled_head_is_not_shared(bench: Any, rng: Any) -> None:
     """Gemm's alpha goes into the head's scales, not into the table's."""
-    text = """g (int64[M] ids) => (float[M, 40] y) { h = Gather(e, ids) y = Gemm<transB = 1, alpha = 0.5>(h, f) }"""
+    text = """g (int64[M] ids) => (float[M, 40] y) {
+        h = Gather(e, ids)
+        y = Gemm<transB = 1, alpha = 0.5>(h, f)
+    }"""
     array = table(rng)
     outcome = bench.rewrite(bench.build(text, e=array, f=array.copy()), embedding="int4")
     assert outcome.ops["MatMulNBits"] == outcome.ops["GatherBlockQuantized"] == 1
@@ -123,7 +130,9 @@ def test_head_of_another_format_makes_two_copies_and_says_so(bench: Any, rng: An
     outcome = bench.rewrite(graph, embedding="uint8", overrides=(override,))
     assert [d.format for d in outcome.plan.decisions] == ["uint8:group=16", "int4:group=32"]
     assert {d.reason for d in outcome.plan.decisions} == {"SEPARATE_COPY"}
-    assert outcome.plan.decisions[0].detail.startswith("2 packed copies (int4:group=32, uint8:group=16)")
+    assert outcome.plan.decisions[0].detail.startswith(
+        "2 packed copies (int4:group=32, uint8:group=16)"
+    )
     assert len(outcome.lowered.model.graph.initializers) >= 5
     feeds = bench.feeds_of(graph)
     array = graph.model.graph.initializers["e"].const_value.numpy()

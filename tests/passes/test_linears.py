@@ -106,7 +106,10 @@ CHAINS = [
     ("s = Constant<value_ints = [0, -1]>() t = Reshape(w, s)", (K, 4, 6)),
     ("a = Constant<value_ints = [0]>() t = Squeeze(w, a)", (1, K, N)),
     ("t = Squeeze(w)", (1, K, N, 1)),
-    ("s = Constant<value_ints = [40, 24]>() r = Reshape(w, s) i = Identity(r) t = Identity(i)", (1, K, N)),
+    (
+        "s = Constant<value_ints = [40, 24]>() r = Reshape(w, s) i = Identity(r) t = Identity(i)",
+        (1, K, N),
+    ),
     (
         "b = Constant<value_ints = [24]>() e = Constant<value_ints = [48]>() "
         "a = Constant<value_ints = [1]>() t = Slice(w, b, e, a)",
@@ -114,7 +117,8 @@ CHAINS = [
     ),
     (
         "b = Constant<value_ints = [-1]>() e = Constant<value_ints = [-1000]>() "
-        "a = Constant<value_ints = [0]>() s = Constant<value_ints = [-1]>() t = Slice(w, b, e, a, s)",
+        "a = Constant<value_ints = [0]>() s = Constant<value_ints = [-1]>() "
+        "t = Slice(w, b, e, a, s)",
         (K, N),
     ),
     ("i = Constant<value_int = 2>() t = Gather<axis = 0>(w, i)", (3, K, N)),
@@ -126,24 +130,33 @@ CHAINS = [
 def test_chains(bench: Any, rng: Any, chain: str, shape: tuple[int, ...]) -> None:
     outcome = linear_only(bench, rng, f"{chain} y = MatMul(x, t)", w=weight(rng, *shape))
     assert outcome.ops == {"MatMulNBits": 1}
-    assert not any("w" == name for name in outcome.lowered.model.graph.initializers)
+    assert not any(name == "w" for name in outcome.lowered.model.graph.initializers)
 
 
 def test_split_is_three_sites_of_one_constant(bench: Any, rng: Any) -> None:
-    body = "a, b, c = Split<axis = 1, num_outputs = 3>(w) p = MatMul(x, a) q = MatMul(x, b) r = MatMul(x, c) s = Add(p, q) y = Sub(s, r)"
+    body = """a, b, c = Split<axis = 1, num_outputs = 3>(w)
+        p = MatMul(x, a) q = MatMul(x, b) r = MatMul(x, c)
+        s = Add(p, q) y = Sub(s, r)"""
     outcome = linear_only(bench, rng, body, 3, w=weight(rng, K, 3 * N))
     assert outcome.ops == {"MatMulNBits": 3, "Add": 1, "Sub": 1}
     assert "w" not in outcome.lowered.model.graph.initializers
 
 
 def test_unsqueeze_of_a_vector_is_rank_1(bench: Any, rng: Any) -> None:
-    graph = bench.build(f"g (float[M, {K * N}] x) => (float[M] y) {{ y = MatMul(x, w) }}", w=weight(rng, K * N))
+    graph = bench.build(
+        f"g (float[M, {K * N}] x) => (float[M] y) {{ y = MatMul(x, w) }}", w=weight(rng, K * N)
+    )
     outcome = bench.rewrite(graph)
-    assert (outcome.step("MatMul_y").outcome, outcome.step("MatMul_y").reason) == ("refused", "WEIGHT_RANK")
+    assert (outcome.step("MatMul_y").outcome, outcome.step("MatMul_y").reason) == (
+        "refused",
+        "WEIGHT_RANK",
+    )
     assert outcome.ops == {"MatMul": 1}
 
 
-@pytest.mark.parametrize("cast", ["c = Cast<to = 1>(w)", "d = Cast<to = 16>(w) c = Cast<to = 1>(d)"])
+@pytest.mark.parametrize(
+    "cast", ["c = Cast<to = 1>(w)", "d = Cast<to = 16>(w) c = Cast<to = 1>(d)"]
+)
 def test_casts(bench: Any, rng: Any, cast: str) -> None:
     graph = bench.build(
         f"g ({X}) => ({Y}) {{ {cast} y = MatMul(x, c) }}", w=weight(rng, K, N, dtype=np.float16)
@@ -187,7 +200,8 @@ def test_leading_axis_and_unknown_rank(bench: Any, rng: Any) -> None:
 def test_rank_of_the_activation(bench: Any, rng: Any, dims: str) -> None:
     lead = f"{dims}, " if dims else ""
     graph = bench.build(
-        f"g (float[{lead}{K}] x) => (float[{lead}{N}] y) {{ y = MatMul(x, w) }}", w=weight(rng, K, N)
+        f"g (float[{lead}{K}] x) => (float[{lead}{N}] y) {{ y = MatMul(x, w) }}",
+        w=weight(rng, K, N),
     )
     outcome = bench.rewrite(graph)
     assert outcome.ops == {"MatMulNBits": 1}
@@ -196,7 +210,9 @@ def test_rank_of_the_activation(bench: Any, rng: Any, dims: str) -> None:
 
 def test_unknown_rank_of_the_activation(bench: Any, rng: Any) -> None:
     graph = bench.build(
-        f"g (int64[2] s, float[6, {K}] x) => (float[A, B] y) {{ r = Reshape(x, s) y = MatMul(r, w) }}",
+        f"""g (int64[2] s, float[6, {K}] x) => (float[A, B] y) {{
+            r = Reshape(x, s) y = MatMul(r, w)
+        }}""",
         w=weight(rng, K, N),
     )
     assert bench.rewrite(graph).ops == {"Reshape": 1, "MatMulNBits": 1}
@@ -204,7 +220,10 @@ def test_unknown_rank_of_the_activation(bench: Any, rng: Any) -> None:
 
 def test_one_weight_three_readers(bench: Any, rng: Any) -> None:
     """One packed copy, whatever the spelling."""
-    body = "t = Transpose(w) a = MatMul(x, t) u = Transpose(w) b = MatMul(x, u) c = Gemm<transB = 1>(x, w) s = Add(a, b) y = Sub(s, c)"
+    body = """t = Transpose(w) a = MatMul(x, t)
+        u = Transpose(w) b = MatMul(x, u)
+        c = Gemm<transB = 1>(x, w)
+        s = Add(a, b) y = Sub(s, c)"""
     outcome = linear_only(bench, rng, body, 3, w=weight(rng, N, K))
     assert sorted(outcome.lowered.model.graph.initializers) == ["w.codes", "w.scales"]
     assert [d.shared_with for d in outcome.plan.decisions] == [None, "MatMul_a", "MatMul_a"]
@@ -291,7 +310,8 @@ def test_types_without_a_kernel(bench: Any, kind: str) -> None:
             "WEIGHT_ON_THE_LEFT", "weight w is operand A",
         ),
         (
-            "a = Constant<value_ints = [40, 24]>() t = Transpose(w) r = Reshape(t, a) y = MatMul(x, r)",
+            "a = Constant<value_ints = [40, 24]>() t = Transpose(w) r = Reshape(t, a) "
+            "y = MatMul(x, r)",
             (20, 48), "WEIGHT_VIEW", "reshape of a transposed or sliced constant needs a copy",
         ),
         (
@@ -377,7 +397,8 @@ def test_rotary_frequencies_are_no_linear(bench: Any, rng: Any) -> None:
 @pytest.mark.parametrize("elements", [0, 64])
 def test_weight_without_elements(bench: Any, rng: Any, elements: int) -> None:
     graph = bench.build(
-        f"g (float[M, 0] x) => (float[M, {N}] y) {{ y = MatMul(x, w) }}", w=np.zeros((0, N), np.float32)
+        f"g (float[M, 0] x) => (float[M, {N}] y) {{ y = MatMul(x, w) }}",
+        w=np.zeros((0, N), np.float32),
     )
     outcome = bench.rewrite(graph, min_elements=elements)
     assert outcome.step("MatMul_y").reason == "WEIGHT_TOO_SMALL"
@@ -390,7 +411,7 @@ def test_non_finite_weight_is_named(bench: Any, rng: Any, value: float) -> None:
     array[7, 3] = value
     graph = bench.build(f"g ({X}) => ({Y}) {{ y = MatMul(x, proj) }}", proj=array)
     outcome = bench.rewrite(graph)
-    with pytest.raises(InputError, match="proj.*NON_FINITE_WEIGHT.*row 3, column 7.*--exclude"):
+    with pytest.raises(InputError, match=r"proj.*NON_FINITE_WEIGHT.*row 3, column 7.*--exclude"):
         outcome.lowered.model.graph.initializers["proj.codes"].const_value.tobytes()
 
 
@@ -427,8 +448,10 @@ def test_branch_with_a_weight_of_its_own(bench: Any, rng: Any) -> None:
 
 def test_loop_and_scan(bench: Any, rng: Any) -> None:
     graph = bench.build(
-        f"""g (int64 n, bool c, float[M, {K}] x, float[2, M, {K}] s) => (float[M, {K}] y, float[2, M, {K}] z) {{
-            y = Loop (n, c, x) <body = a (int64 i, bool go, float[M, {K}] h) => (bool on, float[M, {K}] r) {{
+        f"""g (int64 n, bool c, float[M, {K}] x, float[2, M, {K}] s)
+            => (float[M, {K}] y, float[2, M, {K}] z) {{
+            y = Loop (n, c, x) <body = a (int64 i, bool go, float[M, {K}] h)
+                                    => (bool on, float[M, {K}] r) {{
                 on = Identity(go)
                 u = MatMul(h, w)
                 r = Tanh(u)
@@ -449,7 +472,7 @@ def test_loop_and_scan(bench: Any, rng: Any) -> None:
 
 def test_new_names_never_collide(bench: Any, rng: Any) -> None:
     """The model uses every name that the passes would give."""
-    body = '[MatMul_y_fused] w_codes = Neg(x) [w_dequantize] w_scales = Neg(w_codes) y = MatMul(w_scales, w)'
+    body = "w_codes = Neg(x) w_scales = Neg(w_codes) y = MatMul(w_scales, w)"
     graph = bench.build(f"g ({X}) => ({Y}) {{ {body} }}", w=weight(rng, K, N))
     values = graph.model.graph
     values[0].outputs[0].name, values[1].outputs[0].name = "w.codes", "w.scales"
@@ -462,7 +485,9 @@ def test_new_names_never_collide(bench: Any, rng: Any) -> None:
 
 def test_names_in_the_middle_are_kept(bench: Any, rng: Any) -> None:
     body = "[up] a = MatMul(x, w) [act] b = Relu(a) [down] y = MatMul(b, v)"
-    graph = bench.build(f"g ({X}) => ({Y}) {{ {body} }}", w=weight(rng, K, 64), v=weight(rng, 64, N))
+    graph = bench.build(
+        f"g ({X}) => ({Y}) {{ {body} }}", w=weight(rng, K, 64), v=weight(rng, 64, N)
+    )
     outcome = bench.rewrite(graph)
     found = [(n.name, n.op_type, n.outputs[0].name) for n in outcome.lowered.model.graph]
     assert found == [("up", "MatMulNBits", "a"), ("act", "Relu", "b"), ("down", "MatMulNBits", "y")]
@@ -470,7 +495,9 @@ def test_names_in_the_middle_are_kept(bench: Any, rng: Any) -> None:
     assert shapes == [n.outputs[0].shape for n in graph.model.graph]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_matmul(bench: Any, data: Any) -> None:
     """Whatever the size, group, bits and symmetry: the fused op multiplies by what was rounded."""

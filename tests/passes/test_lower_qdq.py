@@ -105,11 +105,11 @@ def test_embedding_and_head(bench: Any, rng: Any) -> None:
     """One blob: the table as it lies for Gather, transposed for the head."""
     table = rng.standard_normal((32, K)).astype(np.float32)
     graph = bench.build(
-        f"""g (int64[B, T] ids) => (float[B, T, 32] y) {{
+        """g (int64[B, T] ids) => (float[B, T, 32] y) {
             h = Gather(e, ids)
             t = Transpose<perm = [1, 0]>(e)
             y = MatMul(h, t)
-        }}""",
+        }""",
         e=table,
     )
     outcome = bench.rewrite(graph, "qdq", embedding="uint8")
@@ -121,7 +121,7 @@ def test_embedding_and_head(bench: Any, rng: Any) -> None:
 
 
 def test_each_reader_has_its_own_dequantizer(bench: Any, rng: Any) -> None:
-    """ONNX Runtime 1.32 fuses none whose constants several read; that it is right is what counts."""
+    """ONNX Runtime 1.32 fuses none whose constants several read, so this is about numbers."""
     weight = rng.standard_normal((N, N)).astype(np.float32)
     graph = bench.build(
         f"""g (float[M, {N}] x) => (float[M, {N}] y) {{
@@ -143,6 +143,7 @@ def test_no_weight_is_read_while_the_opset_is_raised(
     bench: Any, rng: Any, opset: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = linear(bench, rng, opset, k=256)
+
     def refuse(*_: Any) -> None:
         raise AssertionError("a weight was computed")
 

@@ -58,7 +58,9 @@ def test_a_second_run_changes_nothing(bench: Any, rng: Any, name: str) -> None:
     """On a graph where nothing is left to do, a pass does nothing."""
     outcome = bench.rewrite(model(bench, rng), "qdq" if name == "lower_qdq" else "ort-cpu")
     graph = outcome.lowered.clone()
-    registry.load("pass", name)().run(graph, Context(outcome.plan, Capabilities("ort-cpu", "", "", ())))
+    registry.load("pass", name)().run(
+        graph, Context(outcome.plan, Capabilities("ort-cpu", "", "", ()))
+    )
     before = ir.to_proto(outcome.lowered.model).SerializeToString(deterministic=True)
     assert ir.to_proto(graph.model).SerializeToString(deterministic=True) == before
 
@@ -84,7 +86,9 @@ def test_kernel_that_failed_its_check_is_not_taken_again(bench: Any, rng: Any) -
     tried = []
     for _ in range(9):
         work = outcome.dequantized.clone()
-        context = Context(outcome.plan, registry.load("target", "ort-cpu").capabilities(), frozenset(tried))
+        context = Context(
+            outcome.plan, registry.load("target", "ort-cpu").capabilities(), frozenset(tried)
+        )
         (step,) = registry.load("pass", "lower_matmul_nbits")().run(work, context)
         if step.outcome == "refused":
             break

@@ -1,0 +1,160 @@
+"""Samples from files: text through a tokenizer, arrays (.npz), token lists (.jsonl).
+
+A sample is a dictionary of arrays by input name, each with a leading axis of one or more rows.
+`attention_mask` says what is padding; `input_ids` stands for the model's token input.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qgraph.errors import InputError, MissingExtra
+
+Sample = dict[str, NDArray[Any]]
+IDS, MASK = "input_ids", "attention_mask"
+
+
+def token_blocks(
+    text: Path, tokenizer: Path, *, sequence: int = 256, samples: int = 20
+) -> NDArray[np.int64]:
+    """The first blocks of a text `[blocks, sequence]`, at most `samples`.
+
+    The text is tokenized whole, without special tokens, and cut into consecutive blocks; what
+    is left at its end is no block.
+
+    Raises:
+        InputError: a file that cannot be read, or a text of less than one block.
+        MissingExtra: the package tokenizers is not installed.
+    """
+    encoder = load_tokenizer(tokenizer)
+    try:
+        content = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"the text {text} is not UTF-8 (byte {error.start}): convert it first"
+        ) from None
+    except OSError as error:
+        raise InputError(f"the text {text} cannot be read: {error.strerror}") from None
+    ids = encoder.encode(content, add_special_tokens=False).ids
+    blocks = min(samples, len(ids) // sequence)
+    if blocks < 1:
+        raise InputError(
+            f"the text {text} has {len(ids)} tokens, less than one block of {sequence}: "
+            "give a longer text, or a smaller --sequence"
+        )
+    return np.array(ids[: blocks * sequence], np.int64).reshape(blocks, sequence)
+
+
+def load_tokenizer(path: Path) -> Any:
+    """A `tokenizers.Tokenizer` that neither pads nor cuts.
+
+    Raises:
+        InputError: no tokenizer.json at `path`.
+        MissingExtra: the package tokenizers is not installed.
+    """
+    try:
+        tokenizers = importlib.import_module("tokenizers")
+    except ImportError:
+        raise MissingExtra(
+            "tokenizers", "text", "reading text", "Or give token ids with --data FILE.jsonl."
+        ) from None
+    if not path.is_file():
+        hint = "is a folder: name the tokenizer.json in it" if path.is_dir() else "does not exist"
+        raise InputError(f"the tokenizer {path} {hint}")
+    try:
+        found = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception for whatever it cannot read
+        raise InputError(
+            f"the tokenizer {path} cannot be read: {error}; wanted a tokenizer.json of the "
+            "tokenizers library"
+        ) from None
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def vocabulary_size(tokenizer: Path) -> int:
+    """The number of tokens, added ones included."""
+    return int(load_tokenizer(tokenizer).get_vocab_size(with_added_tokens=True))
+
+
+def read_samples(path: Path, samples: int | None = None) -> Iterator[Sample]:
+    """The first `samples` of a .npz or .jsonl file, one row each.
+
+    A .npz holds one array per input, each with a leading sample axis. A .jsonl holds one object
+    a line: `input_ids`, and of the same length `attention_mask` or other inputs.
+
+    Raises:
+        InputError: another kind of file, or one that is damaged or empty.
+    """
+    readers = {".npz": _read_npz, ".jsonl": _read_jsonl}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise InputError(f"the data {path} is neither a .npz nor a .jsonl file")
+    try:
+        count = 0
+        for sample in itertools.islice(reader(path), samples):
+            count += 1
+            yield sample
+    except OSError as error:
+        raise InputError(f"the data {path} cannot be read: {error.strerror}") from None
+    if not count:
+        raise InputError(f"the data {path} holds no samples")
+
+
+def _read_npz(path: Path) -> Iterator[Sample]:
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+    except (ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+        raise InputError(
+            f"the data {path} is no .npz file of plain arrays: {error}; "
+            "write it with numpy.savez(path, input_name=array, …)"
+        ) from None
+    lengths = {name: len(array) if array.ndim else None for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1 or None in lengths.values():
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        raise InputError(f"the arrays of {path} differ in their leading sample axis: {shapes}")
+    for at in range(next(iter(lengths.values()), None) or 0):
+        yield {name: array[at : at + 1] for name, array in arrays.items()}
+
+
+def _read_jsonl(path: Path) -> Iterator[Sample]:
+    with path.open(encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _sample(line, f"{path} line {number}")
+        except UnicodeDecodeError:
+            raise InputError(f"the data {path} is not UTF-8 text") from None
+
+
+def _sample(line: str, where: str) -> Sample:
+    try:
+        found = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{where} is no JSON: {error}") from None
+    if not isinstance(found, dict) or not found.get(IDS):
+        raise InputError(f'{where}: wanted an object like {{"{IDS}": [1, 2, 3]}}')
+    sample = {}
+    for name, values in found.items():
+        if not isinstance(values, list) or not all(type(item) is int for item in values):
+            raise InputError(f"{where}: {name} is no list of integers")
+        if len(values) != len(found[IDS]):
+            raise InputError(
+                f"{where}: {name} has {len(values)} entries, {IDS} has {len(found[IDS])}"
+            )
+        try:
+            sample[name] = np.array([values], np.int64)
+        except OverflowError:
+            raise InputError(f"{where}: {name} holds a number beyond 64 bits") from None
+    return sample
