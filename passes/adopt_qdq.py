@@ -41,7 +41,7 @@ class AdoptQdq(Pass):
             decision = context.plan.of(site.name)
             if site.state not in ("qdq", "dequantize") or decision is None:
                 continue
-            if decision.solver != ADOPTED:
+            if decision.solver != ADOPTED or _is_spelled(site, context):
                 steps.append(_kept(site, decision))
                 continue
             found = adopt(site)
@@ -59,6 +59,11 @@ class AdoptQdq(Pass):
         return steps
 
 
+def _is_spelled(site: Site, context: Context) -> bool:
+    """Whether the target reads DequantizeLinear, so that the site is best left as it is."""
+    return site.state == context.capabilities.target == "qdq"
+
+
 def _make_lazy(site: Site, source: StoredSource) -> None:
     """Let the constants of a `qgraph::Dequantize…` node come from `source`: same bytes."""
     assert site.dequantizer is not None
@@ -70,7 +75,8 @@ def _make_lazy(site: Site, source: StoredSource) -> None:
 
 def _kept(site: Site, decision: Decision) -> Step:
     reason = decision.reason
-    outcome: Outcome = "refused" if reason not in (None, "EXCLUDED") else "kept"
+    kept = decision.quantized or reason in (None, "EXCLUDED")
+    outcome: Outcome = "kept" if kept else "refused"
     return Step(AdoptQdq.name, "keep", site.name, outcome, reason, decision.detail)
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from qgraph._version import __version__
 
 if TYPE_CHECKING:
+    from qgraph.comparison import Comparison, compare
+    from qgraph.divergence import kl_divergence, perplexity
     from qgraph.errors import (
         CoverageError,
         GraphError,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from qgraph.report import Report, Step
 
 _HOME = {
+    "Comparison": "comparison",
     "CoverageError": "errors",
     "Decision": "plan",
     "Explanation": "explanation",
@@ -44,12 +47,16 @@ _HOME = {
     "Result": "pipeline",
     "Step": "report",
     "capture": "pipeline",
+    "compare": "comparison",
     "explain": "pipeline",
+    "kl_divergence": "divergence",
     "open": "pipeline",
     "optimize": "pipeline",
+    "perplexity": "divergence",
 }
 
 __all__ = [
+    "Comparison",
     "CoverageError",
     "Decision",
     "Explanation",
@@ -67,9 +74,12 @@ __all__ = [
     "Step",
     "__version__",
     "capture",
+    "compare",
     "explain",
+    "kl_divergence",
     "open",
     "optimize",
+    "perplexity",
 ]
 
 

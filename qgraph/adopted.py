@@ -181,6 +181,8 @@ def _from_dequantize_linear(site: Site, node: ir.Node) -> AdoptedSource | Refusa
     if parts is None:
         return Refusal("WEIGHT_NOT_CONSTANT", f"codes or scales of {node.name} are computed")
     codes, scales, zeros = parts["codes"], parts["scales"], parts.get("zeros")
+    if codes.dtype.bitwidth == 8 and _is_quantized(site):
+        return Refusal("ACTIVATION_QUANTIZED", f"{site.op} reads Q/DQ on both sides")
     refusal = _type_refusal(codes, scales, site)
     if refusal is not None:
         return refusal
@@ -198,6 +200,16 @@ def _from_dequantize_linear(site: Site, node: ir.Node) -> AdoptedSource | Refusa
     assert site.dtype is not None
     source = QdqSource(weight, fmt, site.dtype, site.weight.view.factor, site.weight_name)
     return _scale_refusal(source, scales) or source
+
+
+def _is_quantized(site: Site) -> bool:
+    """Whether the activation went through QuantizeLinear and DequantizeLinear."""
+    dequantizer = site.activation.producer()
+    if dequantizer is None or dequantizer.op_type != "DequantizeLinear":
+        return False
+    codes = dequantizer.inputs[0]
+    producer = codes.producer() if codes is not None else None
+    return producer is not None and producer.op_type in ("QuantizeLinear", "DynamicQuantizeLinear")
 
 
 def _type_refusal(

@@ -211,7 +211,8 @@ def _divergence(p: Floats, log_p: Floats, log_q: Floats) -> Doubles:
         terms *= p
         # 0 · (−inf − x) is NaN, and stands for 0; a p of NaN stays one.
         terms[p == 0] = 0
-        return terms.sum(-1, dtype=np.float64)
+        found: Doubles = terms.sum(-1, dtype=np.float64)
+    return found
 
 
 def _rows(logits: NDArray[Any]) -> NDArray[Any]:

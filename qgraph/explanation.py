@@ -33,6 +33,7 @@ dequantize, qdq: dequantized in front of the op that was there. planned: nothing
 class SiteRow:
     """One site as it is now.
 
+    module: the name of the module that it came from, where the exporter noted it.
     op: the op that the site had when it came in; op_now: the one it has now, with its domain.
     group: weights per scale along K, 0 for the whole row; block: the kernel's own.
     kernel: spelled with its parameters; provider: the execution provider that takes it.
@@ -63,6 +64,7 @@ class SiteRow:
     float_bytes: int = 0
     packed_bytes: int = 0
     steps: tuple[Step, ...] = ()
+    module: str = ""
 
     @property
     def quantized(self) -> bool:
@@ -139,14 +141,14 @@ class Explanation:
     notes: tuple[str, ...] = ()
 
     def select(self, glob: str) -> tuple[SiteRow, ...]:
-        """The sites whose node or weight name matches `glob`.
+        """The sites whose node, weight or module name matches `glob`.
 
         Raises:
             InputError: none does; the message gives the nearest names.
         """
         found = tuple(row for row in self.sites if _matches(row, glob))
         if not found:
-            known = [row.name for row in self.sites] + [row.weight for row in self.sites]
+            known = [name for row in self.sites for name in _names(row)]
             raise InputError(
                 f"--node {glob!r} matches none of {len(self.sites)} sites"
                 f"{did_you_mean(glob.strip('*'), known)}"
@@ -277,8 +279,12 @@ class Explanation:
             render_sites(self, self.select(node), console)
 
 
+def _names(row: SiteRow) -> list[str]:
+    return [name for name in (row.name, row.weight, row.module) if name]
+
+
 def _matches(row: SiteRow, glob: str) -> bool:
-    return any(name == glob or fnmatch.fnmatchcase(name, glob) for name in (row.name, row.weight))
+    return any(name == glob or fnmatch.fnmatchcase(name, glob) for name in _names(row))
 
 
 def _sum(times: Mapping[str, float], names: list[str]) -> float:

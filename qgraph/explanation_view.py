@@ -57,6 +57,8 @@ def _number(value: int | None) -> str:
 
 _COLUMNS = (
     _Column("site", "l", 0, lambda _, row: row.name),
+    _Column("module", "l", 60, lambda _, row: row.module),
+    _Column("weight", "l", 200, lambda _, row: row.weight),
     _Column("role", "l", 120, lambda _, row: row.role),
     _Column("N×K", "r", 100, lambda _, row: f"{row.n}×{row.k}"),
     _Column("was", "l", 140, lambda _, row: row.op),
@@ -206,6 +208,7 @@ def render_sites(explanation: Explanation, sites: Iterable[SiteRow], console: Co
 
 def _details(explanation: Explanation, row: SiteRow) -> Iterable[tuple[str, str]]:
     reason = REASONS.get(row.reason or "")
+    yield "module", row.module
     yield "weight", f"{row.weight} [{row.n}, {row.k}] ({row.role})"
     yield "was", row.op
     yield "now", f"{row.op_now} ({row.state})" if row.op_now else row.state

@@ -31,6 +31,10 @@ class Feeder:
         self.tokens = self._find_tokens()
         self._made: dict[tuple[int, int], Arrays] = {}
 
+    def takes(self, name: str) -> bool:
+        """Whether the model has an input `name`."""
+        return name in self._inputs
+
     def ids(self, sample: Sample) -> NDArray[np.int64] | None:
         """The tokens `[rows, T]` of a sample, or None."""
         name = self._given_as(sample, self.tokens)
@@ -60,8 +64,10 @@ class Feeder:
     def _find_tokens(self) -> str | None:
         if IDS in self._inputs:
             return IDS
-        integers = [n for n in self.needed if "int" in self._inputs[n].dtype]
-        return integers[0] if len(self.needed) == len(integers) == 1 else None
+        if len(self.needed) != 1:
+            return None
+        spec = self._inputs[self.needed[0]]
+        return spec.name if "int" in spec.dtype and len(spec.shape) == 2 else None
 
     def _given_as(self, sample: Sample, name: str | None) -> str | None:
         """Under which name a sample has the input `name`."""
@@ -116,7 +122,7 @@ def mask_of(sample: Sample, ids: NDArray[np.int64], feeder: Feeder) -> NDArray[n
     """
     if MASK not in sample:
         return None
-    mask = sample[MASK] != 0
+    mask: NDArray[np.bool_] = sample[MASK] != 0
     if mask.shape != ids.shape:
         raise InputError(f"{MASK} has shape {mask.shape}, the tokens have {ids.shape}")
     if not feeder.takes(MASK) and (np.diff(mask.astype(np.int8), axis=-1) > 0).any():

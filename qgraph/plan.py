@@ -274,11 +274,12 @@ class _Planner:
 
     def _adopted(self, decision: Decision, site: Site) -> Decision:
         source = self.adopted[site.name]
-        if site.state == "qdq" and self.capabilities.target == "qdq":
-            return dataclasses.replace(decision, detail="DequantizeLinear already")
         if isinstance(source, Refusal):
             return dataclasses.replace(decision, reason=source.code, detail=source.detail)
-        return self._with_format(decision, site, source.format, ADOPTED)
+        decision = self._with_format(decision, site, source.format, ADOPTED)
+        if decision.detail or not decision.quantized:
+            return decision
+        return dataclasses.replace(decision, detail="came quantized, kept code for code")
 
     def _fused(self, decision: Decision, site: Site) -> Decision:
         """A site that came in fused stays as it is."""

@@ -145,6 +145,12 @@ _REASONS = (
         "quantize along the input channels (blocks) or the output channels (per row)",
     ),
     Reason(
+        "ACTIVATION_QUANTIZED",
+        "the activation comes quantized to 8 bits too, which the runtime fuses into an integer "
+        "kernel that is faster than one with packed weights",
+        "nothing to do; quantize the float model instead to store its weights in 4 bits",
+    ),
+    Reason(
         "GEMM_ALPHA_BETA",
         "Gemm's alpha or beta was folded into the weight or the bias",
         "nothing to do",

@@ -41,6 +41,7 @@ class Weight:
     root: the constant, or the output of the node that dequantizes.
     key: equal for two sites that read the same elements in the same orientation.
     dtype: the type in which the site reads it.
+    dims: the root's shape.
     experts: length of a leading axis (1 for plain weights).
     """
 
@@ -50,6 +51,7 @@ class Weight:
     k: int
     dtype: ir.DataType
     key: Hashable
+    dims: tuple[int, ...]
     experts: int = 1
 
     @property
@@ -68,11 +70,10 @@ class Weight:
     @property
     def is_plain(self) -> bool:
         """Whether the root itself is `[n, k]`, row by row, with nothing cast or scaled."""
-        root = self.root.const_value.shape if self.root.const_value is not None else self.root.shape
-        if root is None or self.view.casts or self.view.factor != 1.0:
+        if self.view.casts or self.view.factor != 1.0:
             return False
-        dims = root.numpy()
-        return self.view.signature(dims) == View().then("reshape", (self.n, self.k)).signature(dims)
+        rows = View().then("reshape", (self.n, self.k))
+        return self.view.signature(self.dims) == rows.signature(self.dims)
 
     def rows(self, start: int, stop: int) -> Array:
         """Rows `start:stop` of `[n, k]` as contiguous float32 (a mapped view where possible)."""
@@ -222,10 +223,8 @@ def _codes_name(producer: ir.Node | None, otherwise: str) -> str:
 
 def _measured(site: Site, root: ir.Value, view: View, orient: Callable[[View, int], View]) -> Site:
     """Fill in shape and weight, or the reason why there is none."""
-    shape = root.const_value.shape if root.const_value is not None else root.shape
-    dtype = root.const_value.dtype if root.const_value is not None else root.dtype
-    dims = tuple(d for d in shape or () if isinstance(d, int))
-    if shape is None or len(dims) != len(shape):
+    dims, dtype = _given(root)
+    if dims is None:
         return _refused(site, "WEIGHT_NOT_CONSTANT", f"the shape of {root.name} is not known")
     if site.state == "float" and dtype not in FLOATS:
         found = "unknown" if dtype is None else dtype.name.lower()
@@ -244,8 +243,28 @@ def _measured(site: Site, root: ir.Value, view: View, orient: Callable[[View, in
     n, k = shown
     read_as = oriented.casts[-1] if oriented.casts else dtype
     assert read_as is not None
-    weight = Weight(root, oriented, n, k, read_as, (root.name, *signature))
+    weight = Weight(root, oriented, n, k, read_as, (root.name, *signature), dims)
     return dataclasses.replace(site, n=n, k=k, weight=weight)
+
+
+def _given(root: ir.Value) -> tuple[tuple[int, ...] | None, ir.DataType | None]:
+    """Shape and type of a weight's root; a dequantizing node's follow from its constants."""
+    if root.const_value is not None:
+        return _static(root.const_value.shape), root.const_value.dtype
+    node = root.producer()
+    codes = node.inputs[0] if node is not None else None
+    if node is None or _state_of(node) == "float" or codes is None or codes.const_value is None:
+        return _static(root.shape), root.dtype
+    dims, scales = _static(codes.const_value.shape), node.inputs[1]
+    if dims is not None and _state_of(node) == "dequantize":
+        dims = (dims[0], node.attributes.get_int("k", 0))
+    return dims, root.dtype or (scales.dtype if scales is not None else None)
+
+
+def _static(shape: ir.ShapeProtocol | None) -> tuple[int, ...] | None:
+    """The dimensions, or None if not all are known."""
+    dims = tuple(d for d in shape if isinstance(d, int)) if shape is not None else None
+    return dims if dims is not None and shape is not None and len(dims) == len(shape) else None
 
 
 def _refused(site: Site, code: str, detail: str) -> Site:

@@ -12,7 +12,7 @@ import json
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +23,17 @@ Sample = dict[str, NDArray[Any]]
 IDS, MASK = "input_ids", "attention_mask"
 
 
+class TextBlocks(NamedTuple):
+    """Token ids `[blocks, sequence]`, and how many tokens the tokenizer knows in all."""
+
+    ids: NDArray[np.int64]
+    vocabulary: int
+
+
 def token_blocks(
     text: Path, tokenizer: Path, *, sequence: int = 256, samples: int = 20
-) -> NDArray[np.int64]:
-    """The first blocks of a text `[blocks, sequence]`, at most `samples`.
+) -> TextBlocks:
+    """The first blocks of a text, at most `samples`.
 
     The text is tokenized whole, without special tokens, and cut into consecutive blocks; what
     is left at its end is no block.
@@ -51,7 +58,8 @@ def token_blocks(
             f"the text {text} has {len(ids)} tokens, less than one block of {sequence}: "
             "give a longer text, or a smaller --sequence"
         )
-    return np.array(ids[: blocks * sequence], np.int64).reshape(blocks, sequence)
+    kept = np.array(ids[: blocks * sequence], np.int64).reshape(blocks, sequence)
+    return TextBlocks(kept, int(encoder.get_vocab_size(with_added_tokens=True)))
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -80,11 +88,6 @@ def load_tokenizer(path: Path) -> Any:
     found.no_truncation()
     found.no_padding()
     return found
-
-
-def vocabulary_size(tokenizer: Path) -> int:
-    """The number of tokens, added ones included."""
-    return int(load_tokenizer(tokenizer).get_vocab_size(with_added_tokens=True))
 
 
 def read_samples(path: Path, samples: int | None = None) -> Iterator[Sample]:

@@ -119,8 +119,8 @@ def test_json_is_versioned_and_carries_meaning_and_hint() -> None:
 SITE_KEYS = {
     "name", "weight", "role", "op", "n", "k", "state", "op_now", "format", "bits", "group",
     "block", "level", "solver", "kernel", "provider", "origin", "reason", "detail", "error",
-    "shared_with", "float_bytes", "packed_bytes", "steps", "meaning", "hint", "ran", "time_us",
-    "share",
+    "shared_with", "float_bytes", "packed_bytes", "steps", "module", "meaning", "hint", "ran",
+    "time_us", "share",
 }  # fmt: skip
 
 

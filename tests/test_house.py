@@ -22,6 +22,7 @@ LINKED = ("passes", "runtimes", "models")
 HEAVY = ("torch", "onnxruntime", "triton", "onnxscript", "onnx", "onnx_ir", "transformers")
 
 PUBLIC = {
+    "Comparison",
     "CoverageError",
     "Decision",
     "Explanation",
@@ -39,9 +40,12 @@ PUBLIC = {
     "Step",
     "__version__",
     "capture",
+    "compare",
     "explain",
+    "kl_divergence",
     "open",
     "optimize",
+    "perplexity",
 }
 
 REASON_CODES = {

@@ -196,3 +196,20 @@ def test_sites_in_bodies_come_in_graph_order() -> None:
     )  # fmt: skip
     assert [site.name for site in found] == ["a", "b", "c", "d"]
     assert found[1].scope is not found[0].scope
+
+
+def test_shape_of_a_dequantized_weight_needs_no_inference() -> None:
+    """It follows from the constants, where the model does not say it."""
+    graph = graph_of(
+        """g (float[M, 12] x) => (float[M, 8] y) {
+            w = DequantizeLinear<axis = 1>(q, s)
+            y = MatMul(x, w)
+        }""",
+        q=np.zeros((12, 8), np.int8), s=(8,),
+    )  # fmt: skip
+    value = graph.model.graph[0].outputs[0]
+    value.shape, value.type = None, None
+    (site,) = graph.sites()
+    assert (site.n, site.k, site.refusal) == (8, 12, None)
+    assert site.weight is not None
+    assert site.weight.dtype == ir.DataType.FLOAT

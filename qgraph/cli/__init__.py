@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from qgraph._version import __version__
+from qgraph.cli.compare import compare
 from qgraph.cli.demo import demo
 from qgraph.cli.explain import explain
 from qgraph.cli.optimize import optimize
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 app.command()(optimize)
 app.command()(explain)
+app.command()(compare)
 app.command()(demo)
 
 

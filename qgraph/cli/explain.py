@@ -37,7 +37,8 @@ Profile = Annotated[
 Node = Annotated[
     str | None,
     typer.Option(
-        metavar="GLOB", help="Everything known of the sites whose node or weight name matches."
+        metavar="GLOB",
+        help="Everything known of the sites whose node, weight or module name matches.",
     ),
 ]
 Shape = Annotated[

@@ -113,14 +113,13 @@ def test_any_batch_and_length(built: dict[tuple[str, str], Path], ids: NDArray[n
         np.testing.assert_allclose(one[0, 0], whole[0, 0], atol=tolerance)
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_held_out_bits_per_byte(
-    built: dict[tuple[str, str], Path], case: tuple[str, str], ids: NDArray[np.int64]
-) -> None:
-    # Windows half as long as in training cost some bits, another Python's library a few more.
-    found = tiny.bits_per_byte(run(built[case], ids), ids)
-    assert found < 2.3
+def test_held_out_bits_per_byte(built: dict[tuple[str, str], Path]) -> None:
     assert tiny.facts()["held_out_bits_per_byte"] <= 2.2
+    ids = tiny.batches("eval", 257, 100)
+    found = {case: tiny.bits_per_byte(run(path, ids), ids) for case, path in built.items()}
+    # The noted figure, of four times as many windows, and a little for another Python's library.
+    assert max(found.values()) <= 2.25
+    assert max(found.values()) - min(found.values()) < 0.001
 
 
 def test_variants_are_what_they_say(built: dict[tuple[str, str], Path]) -> None:

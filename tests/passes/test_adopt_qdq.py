@@ -382,6 +382,7 @@ def test_qdq_target_keeps_what_is_qdq(bench: Any, rng: Any) -> None:
     outcome = bench.rewrite(graph, target="qdq")
     assert outcome.ops == {"DequantizeLinear": 1, "MatMul": 1}
     assert outcome.step("MatMul_y").outcome == "kept"
+    assert outcome.plan.coverage.linears_quantized == 1
 
 
 @pytest.mark.parametrize("fmt", ["int4", "uint4", "uint8:group=row", "int4:group=32,scale=signed"])
@@ -492,3 +493,46 @@ def test_any_window_reads_what_numpy_shows(data: Any) -> None:
     spread = np.arange(weight.k) // span if span else np.zeros(weight.k, int)
     found = (found - middle.astype(np.float32)[:, spread]) * steps[:, spread]
     assert np.array_equal(found, view.shape_of(wide)[first:])
+
+
+def test_integer_products_are_left_to_the_runtime(bench: Any, rng: Any) -> None:
+    """Q/DQ on both sides at 8 bits is QLinearMatMul for ONNX Runtime; at 4 bits it is nothing."""
+    body = (
+        "a = QuantizeLinear(x, p, zero) b = DequantizeLinear(a, p, zero) "
+        "w = DequantizeLinear<axis = 1>(q, s) y = MatMul(b, w)"
+    )
+    other = {"s": scales_of(rng, (N,)), "p": np.float32(0.03), "zero": np.uint8(128)}
+    graph = dq(bench, body, q=stored(codes_of(rng, "int8", (K, N))), **other)
+    outcome = bench.rewrite(graph)
+    assert (outcome.step("MatMul_y").outcome, outcome.step("MatMul_y").reason) == (
+        "refused",
+        "ACTIVATION_QUANTIZED",
+    )
+    assert outcome.ops == bench.ops(graph)
+    check(bench, dq(bench, body, q=stored(codes_of(rng, "int4", (K, N))), **other))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_models_of_onnx_runtimes_own_quantizer(bench: Any, rng: Any, symmetric: bool) -> None:
+    """Its Q/DQ output, two layers, K no multiple of the block: same numbers, bit for bit."""
+    tool = pytest.importorskip("onnxruntime.quantization.matmul_nbits_quantizer")
+    from onnxruntime.quantization import QuantFormat
+
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]>\n'
+        "g (float[M, 72] x) => (float[M, 40] y) { a = MatMul(x, w) r = Tanh(a) y = MatMul(r, v) }"
+    )
+    for name, shape in (("w", (72, 96)), ("v", (96, 40))):
+        array = rng.standard_normal(shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    config = tool.DefaultWeightOnlyQuantConfig(
+        block_size=32, is_symmetric=symmetric, bits=4, quant_format=QuantFormat.QDQ
+    )
+    quantizer = tool.MatMulNBitsQuantizer(model, algo_config=config)
+    quantizer.process()
+    graph = capture(ir.from_proto(quantizer.model.model))
+    assert bench.ops(graph) == {"DequantizeLinear": 2, "MatMul": 2, "Tanh": 1}
+    outcome = check(bench, graph, count=2, tolerance=1e-6)
+    assert {d.format for d in outcome.plan.decisions} == {
+        "int4:group=32" if symmetric else "uint4:group=32"
+    }

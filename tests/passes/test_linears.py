@@ -510,3 +510,31 @@ def test_any_matmul(bench: Any, data: Any) -> None:
     outcome = bench.rewrite(graph, format=fmt, group=group, min_elements=1)
     assert outcome.ops == {"MatMulNBits": 1}
     bench.check_numbers(outcome, 2e-5)
+
+
+@pytest.mark.parametrize("opset", [11, 12])
+def test_old_opsets(bench: Any, rng: Any, opset: int) -> None:
+    """The fused op needs no opset; what stands around it is spelled as the model's opset has it."""
+    graph = bench.build(
+        f'<ir_version: 6, opset_import: ["" : {opset}]>\n'
+        f"g (float[3, {K}] x) => (float[1, 3, {N}] y) {{ y = MatMul(x, w) }}",
+        w=weight(rng, 1, K, N),
+    )
+    outcome = bench.rewrite(graph)
+    assert outcome.ops == {"MatMulNBits": 1, "Unsqueeze": 1}
+    feeds = bench.feeds_of(graph)
+    wanted = bench.run(bench.rounded(graph, outcome.plan), feeds, reference=True)
+    bench.close(bench.run(outcome.lowered, feeds), wanted, 1e-5)
+
+
+@pytest.mark.parametrize("option", ["transA = 1", "transBatchA = 1"])
+def test_fused_matmul_that_transposes_its_activation(bench: Any, rng: Any, option: str) -> None:
+    graph = bench.build(
+        f"g (float[{K}, M, {K}] x) => (float[A, B, {N}] y) "
+        f"{{ y = com.microsoft.FusedMatMul<{option}>(x, w) }}",
+        w=weight(rng, K, N),
+    )
+    outcome = bench.rewrite(graph)
+    step = outcome.step("FusedMatMul_y")
+    assert (step.outcome, step.reason) == ("refused", "WEIGHT_VIEW")
+    assert step.detail == "FusedMatMul transposes its activation"

@@ -133,3 +133,34 @@ def test_scale_that_float16_cannot_hold_is_named(bench: Any, rng: Any) -> None:
     codes = outcome.lowered.model.graph.initializers["big.codes"].const_value
     with pytest.raises(InputError, match=r"weight big: row 5, group 0: .*--exclude 'big'"):
         codes.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("target", "ops"),
+    [
+        ("ort-cpu", {"MatMulNBits": 3}),
+        ("qdq", {"DequantizeLinear": 3, "MatMul": 3, "Transpose": 2}),
+        ("portable", {"LinearInt4V1": 3}),
+    ],
+)
+def test_every_target_in_bodies(bench: Any, rng: Any, target: str, ops: dict[str, int]) -> None:
+    """Nodes in the bodies of If and Loop read packed weights of the main graph."""
+    graph = bench.build(
+        """g (int64 n, bool c, float[M, 40] x) => (float[M, 40] y) {
+            z = MatMul(x, w)
+            y = Loop (n, c, z) <body = a (int64 i, bool go, float[M, 40] h)
+                                    => (bool on, float[M, 40] r) {
+                on = Identity(go)
+                u = If (go) <then_branch = t () => (float[M, 40] p) { p = MatMul(h, w) },
+                             else_branch = e () => (float[M, 40] q) { q = MatMul(h, w) }>
+                r = Tanh(u)
+            }>
+        }""",
+        w=rng.standard_normal((40, 40)).astype(np.float32),
+    )
+    outcome = bench.rewrite(graph, target)
+    assert outcome.ops == {"Loop": 1, "Identity": 1, "If": 1, "Tanh": 1, **ops}
+    feeds = {**bench.feeds_of(graph), "n": np.array(3), "c": np.array(True)}
+    wanted = bench.run(bench.rounded(graph, outcome.plan), feeds, reference=True)
+    bench.close(bench.run(outcome.dequantized, feeds, reference=True), wanted, 1e-5)
+    bench.close(bench.run(outcome.lowered, feeds), wanted, 1e-5)

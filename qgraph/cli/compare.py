@@ -1,0 +1,134 @@
+"""`qgraph compare`: what a quantized model costs, in nats."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qgraph.cli.options import one_of
+from qgraph.errors import InputError
+
+if TYPE_CHECKING:
+    from qgraph.comparison import Comparison
+
+Reference = Annotated[
+    Path, typer.Argument(metavar="REFERENCE", help="The ONNX file that is taken as right.")
+]
+Candidate = Annotated[
+    Path, typer.Argument(metavar="CANDIDATE", help="The ONNX file that is measured against it.")
+]
+Text = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A text, cut into blocks of tokens; with --tokenizer."),
+]
+Tokenizer = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The model's tokenizer.json, for --text.")
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Instead of a text: .npz (one array per input, a sample a row) or .jsonl "
+        "(input_ids, attention_mask).",
+    ),
+]
+Samples = Annotated[
+    int, typer.Option(metavar="N", min=1, help="At most this many samples, or blocks of text.")
+]
+Sequence = Annotated[int, typer.Option(metavar="N", min=2, help="Tokens in a block of text.")]
+MaxKl = Annotated[
+    float | None,
+    typer.Option(
+        "--max-kl", metavar="X", min=0.0, help="Exit with status 4 if the mean KL is above this."
+    ),
+]
+LlamaCpp = Annotated[
+    bool,
+    typer.Option(
+        "--llama-cpp", help="Score the second half of each block, as llama.cpp's tool does."
+    ),
+]
+Sites = Annotated[
+    bool, typer.Option("--sites/--no-sites", help="Also compare the output of each site.")
+]
+Shape = Annotated[
+    str, typer.Option("--format", metavar="table|json", callback=one_of(("table", "json")))
+]
+Report = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Also write all figures as JSON.")
+]
+
+
+def compare(
+    reference: Reference,
+    candidate: Candidate,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
+    data: Data = None,
+    samples: Samples = 20,
+    sequence: Sequence = 256,
+    max_kl: MaxKl = None,
+    llama_cpp: LlamaCpp = False,
+    sites: Sites = True,
+    format_: Shape = "table",
+    report: Report = None,
+) -> None:
+    """Measure a quantized model: KL divergence, perplexity, agreement, and the error by site."""
+    _check(text, tokenizer, data, report)
+    from qgraph import comparison, console
+
+    with console.Stages(console.messages()) as stages:
+        found = comparison.compare(
+            reference,
+            candidate,
+            data,
+            text=text,
+            tokenizer=tokenizer,
+            samples=samples,
+            sequence=sequence,
+            llama_cpp=llama_cpp,
+            sites=sites,
+            progress=stages,
+        )
+    _print(found, format_)
+    if report is not None:
+        _write(report, found)
+        console.print_line(console.messages(), f"wrote {report}")
+    if max_kl is not None:
+        found.check(max_kl)
+
+
+def _check(text: Path | None, tokenizer: Path | None, data: Path | None, report: Path | None) -> None:
+    """Find wrong usage before models are loaded."""
+    if (text is None) == (data is None):
+        raise InputError("wanted --text FILE with --tokenizer FILE, or --data FILE: one of the two")
+    if text is not None and tokenizer is None:
+        raise InputError("--text needs --tokenizer FILE, the model's tokenizer.json")
+    if data is not None and tokenizer is not None:
+        raise InputError("--tokenizer goes with --text; --data is not tokenized")
+    if report is not None and not os.access(report.absolute().parent, os.W_OK):
+        raise InputError(f"--report {report}: no folder that can be written; choose another path")
+
+
+def _print(found: Comparison, shape: str) -> None:
+    if shape == "json":
+        json.dump(found.to_json(), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return
+    from qgraph import comparison_view, console
+
+    comparison_view.render(found, console.output())
+
+
+def _write(path: Path, found: Comparison) -> None:
+    try:
+        path.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"--report {path}: {error.strerror}: choose a path that can be written"
+        ) from None

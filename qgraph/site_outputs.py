@@ -1,0 +1,153 @@
+"""The outputs of sites that two models share, read from copies with more graph outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # has no types
+
+from qgraph.errors import InputError
+from qgraph.saved_file import METADATA_KEY
+from qgraph.sites import Site, find_sites
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedSite:
+    """A site of both models, and the value that is its output in each.
+
+    op, candidate_op: its operator in the reference and in the candidate.
+    format: what the candidate's metadata says of it; None for float, or where it says nothing.
+    width: elements per token.
+    """
+
+    name: str
+    role: str
+    op: str
+    candidate_op: str
+    format: str | None
+    value: str
+    candidate_value: str
+    width: int
+
+
+def read_graph(model: Path | ir.Model) -> ir.Model:
+    """The graph of a model; its weights stay where they are.
+
+    Raises:
+        InputError: no readable ONNX file.
+    """
+    if isinstance(model, ir.Model):
+        return model
+    try:
+        return ir.load(model.absolute())
+    except (OSError, DecodeError) as error:
+        raise InputError(f"the model {model} cannot be read: {error}") from error
+
+
+def vocabulary(model: ir.Model) -> int | None:
+    """Rows of the largest embedding, or None."""
+    return max((site.n for site in find_sites(model) if site.role == "embedding"), default=None)
+
+
+def shared_sites(reference: ir.Model, candidate: ir.Model) -> list[SharedSite]:
+    """The sites of the main graphs that have one name in both, in the reference's order."""
+    first, second = _by_name(reference), _by_name(candidate)
+    made = {output.name for node in candidate.graph for output in node.outputs}
+    formats = _formats(candidate)
+    found = []
+    for name, site in first.items():
+        twin = second.get(name)
+        if twin is None:
+            continue
+        value = site.node.outputs[0].name or ""
+        found.append(
+            SharedSite(
+                name=name,
+                role=site.role,
+                op=site.op,
+                candidate_op=twin.op,
+                format=formats.get(name),
+                value=value,
+                # The op that stands for a site may be followed by a Slice or a Cast.
+                candidate_value=value if value in made else (twin.node.outputs[0].name or ""),
+                width=site.n if site.role != "embedding" else site.k,
+            )
+        )
+    return found
+
+
+@contextlib.contextmanager
+def with_outputs(model: Path | ir.Model, values: Iterable[str]) -> Iterator[Path | ir.Model]:
+    """A copy of `model` that also gives `values`; a copy of a file is gone when this ends.
+
+    A file's copy lies beside it, so that its references to data files hold; the weights in
+    data files are not copied.
+
+    Raises:
+        InputError: the folder of the file cannot be written.
+    """
+    if isinstance(model, ir.Model):
+        yield _with_outputs(model, values)
+        return
+    path = model.absolute()
+    proto = onnx.load_model(path, load_external_data=False)
+    known = {output.name for output in proto.graph.output}
+    for name in values:
+        if name not in known:
+            proto.graph.output.add().name = name
+    try:
+        handle, copy = tempfile.mkstemp(suffix=".onnx", prefix=".qgraph-", dir=path.parent)
+    except OSError as error:
+        raise InputError(
+            f"no copy of {path.name} can be made beside it, which comparing sites needs: "
+            f"{error.strerror}"
+        ) from None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(proto.SerializeToString())
+        yield Path(copy)
+    except OSError as error:
+        raise InputError(f"no copy of {path.name} can be made: {error.strerror}") from None
+    finally:
+        Path(copy).unlink(missing_ok=True)
+
+
+def _with_outputs(model: ir.Model, values: Iterable[str]) -> ir.Model:
+    copy = model.clone()
+    wanted = set(values) - {output.name for output in copy.graph.outputs}
+    made = [output for node in copy.graph for output in node.outputs if output.name in wanted]
+    copy.graph.outputs.extend(made)
+    return copy
+
+
+def _by_name(model: ir.Model) -> dict[str, Site]:
+    """Sites of the main graph; a nameless node is called as capture calls it."""
+    return {
+        site.name or f"{site.op}_{site.node.outputs[0].name}": site
+        for site in find_sites(model)
+        if site.node.graph is model.graph
+    }
+
+
+def _formats(model: ir.Model) -> dict[str, str]:
+    """Formats by site that `optimize` wrote into a model."""
+    try:
+        found: Any = json.loads(model.metadata_props.get(METADATA_KEY, "{}"))
+    except (json.JSONDecodeError, RecursionError):
+        return {}
+    sites = found.get("sites") if isinstance(found, dict) else None
+    entries = sites.items() if isinstance(sites, dict) else ()
+    return {
+        name: entry["format"]
+        for name, entry in entries
+        if isinstance(entry, dict) and isinstance(entry.get("format"), str)
+    }
