@@ -36,7 +36,7 @@ class LowerQdq(Pass):
              t = DequantizeLinear <axis = 0, block_size = 64> (c, s)
              y = MatMul(x, t)
     where one scale serves a whole row, the codes have 2 bits (ONNX Runtime 1.32 cannot fold
-    their Transpose), or the reader is a Gather:
+    their Transpose), or the reader is a Gather or lies in a body:
              w = DequantizeLinear <axis = 1, block_size = 64> (codes', scales)
     """
 
@@ -48,7 +48,7 @@ class LowerQdq(Pass):
         refused = _raise(graph, needs)
         # Readers of [K, N] come first: they leave the dequantizer to the others.
         sites = [site for site in graph.sites() if is_lazy(site.dequantizer)]
-        sites.sort(key=lambda site: not _reads_turned(site))
+        sites.sort(key=lambda site: not _reads_turned(site, graph.model.graph))
         spelling = _Spelling(Rewriter(graph.model))
         return [self._step(site, refused.get(site.name), spelling, graph) for site in sites]
 
@@ -106,7 +106,7 @@ class _Spelling:
         if dequantizer in self.sources:  # replaced for all its readers at once
             return self.sources[dequantizer]
         source = source_of(dequantizer)
-        if _reads_turned(site):
+        if _reads_turned(site, self.rewriter.model.graph):
             self._turn(site, source)
         else:
             self.sources[dequantizer] = source
@@ -176,9 +176,15 @@ class _Spelling:
         return node.outputs[0]
 
 
-def _reads_turned(site: Site) -> bool:
-    """Whether the site is a linear that reads the whole weight and can read it as `[K, N]`."""
+def _reads_turned(site: Site, main: ir.Graph) -> bool:
+    """Whether the site is a linear that reads the whole weight and can read it as `[K, N]`.
+
+    In a body it would be no use: ONNX Runtime 1.32 picks such a DequantizeLinear for fusion, does
+    not find its constants in the body, and refuses the model.
+    """
     if site.role == "embedding" or site.weight is None or not site.weight.is_plain:
+        return False
+    if site.scope is not main:
         return False
     assert site.dequantizer is not None
     source = source_of(site.dequantizer)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from qgraph._version import __version__
 
 if TYPE_CHECKING:
-    from qgraph.comparison import Comparison, compare
+    from qgraph.comparing import compare
+    from qgraph.comparison import Comparison
     from qgraph.divergence import kl_divergence, perplexity
     from qgraph.errors import (
         CoverageError,
@@ -47,7 +48,7 @@ _HOME = {
     "Result": "pipeline",
     "Step": "report",
     "capture": "pipeline",
-    "compare": "comparison",
+    "compare": "comparing",
     "explain": "pipeline",
     "kl_divergence": "divergence",
     "open": "pipeline",

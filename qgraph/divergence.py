@@ -52,7 +52,7 @@ def kl_divergence(reference_logits: NDArray[Any], candidate_logits: NDArray[Any]
 
 
 def perplexity(logits: NDArray[Any], targets: NDArray[Any]) -> float:
-    """exp of the mean of −log softmax(logits)[target], in float32 with a float64 mean.
+    """The exponential of the mean of −log softmax(logits)[target]; float32, the mean float64.
 
     The caller shifts: for next-token perplexity, logits at position t go with the token at t + 1.
 

@@ -98,9 +98,7 @@ class Feeder:
         size = ids.shape if ids is not None else (first.shape[0] if first.ndim else 1, 16)
         if size not in self._made:
             rows, length = size
-            self._made = {
-                size: self._runtime.synthesize(self._model, batch=rows, sequence=length)
-            }
+            self._made = {size: self._runtime.synthesize(self._model, batch=rows, sequence=length)}
         return self._made[size]
 
     def _place(self, found: Arrays, missing: Sequence[str], sample: Sample) -> None:

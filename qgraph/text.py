@@ -116,7 +116,8 @@ def read_samples(path: Path, samples: int | None = None) -> Iterator[Sample]:
 
 def _read_npz(path: Path) -> Iterator[Sample]:
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        # numpy leaves a file that it opened itself open where it is no archive.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
     except (ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
         raise InputError(

@@ -80,10 +80,10 @@ def compare(
 ) -> None:
     """Measure a quantized model: KL divergence, perplexity, agreement, and the error by site."""
     _check(text, tokenizer, data, report)
-    from qgraph import comparison, console
+    from qgraph import comparing, console
 
     with console.Stages(console.messages()) as stages:
-        found = comparison.compare(
+        found = comparing.compare(
             reference,
             candidate,
             data,
@@ -103,7 +103,9 @@ def compare(
         found.check(max_kl)
 
 
-def _check(text: Path | None, tokenizer: Path | None, data: Path | None, report: Path | None) -> None:
+def _check(
+    text: Path | None, tokenizer: Path | None, data: Path | None, report: Path | None
+) -> None:
     """Find wrong usage before models are loaded."""
     if (text is None) == (data is None):
         raise InputError("wanted --text FILE with --tokenizer FILE, or --data FILE: one of the two")

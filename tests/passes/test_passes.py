@@ -139,7 +139,7 @@ def test_scale_that_float16_cannot_hold_is_named(bench: Any, rng: Any) -> None:
     ("target", "ops"),
     [
         ("ort-cpu", {"MatMulNBits": 3}),
-        ("qdq", {"DequantizeLinear": 3, "MatMul": 3, "Transpose": 2}),
+        ("qdq", {"DequantizeLinear": 2, "MatMul": 3, "Transpose": 4}),
         ("portable", {"LinearInt4V1": 3}),
     ],
 )

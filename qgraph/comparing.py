@@ -1,0 +1,136 @@
+"""`compare`: run two models on the same samples and measure how far apart they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from qgraph import registry
+from qgraph.comparison import Comparison
+from qgraph.errors import InputError
+from qgraph.feeding import as_samples
+from qgraph.graph import Graph
+from qgraph.paired import Pair
+from qgraph.progress import Progress, Silent
+from qgraph.scoring import Scoring
+from qgraph.site_errors import with_sites
+from qgraph.text import Sample, read_samples, token_blocks
+
+if TYPE_CHECKING:
+    from qgraph.runtimes.base import Runtime
+
+Source = str | os.PathLike[str] | ir.Model | Graph
+Data = str | os.PathLike[str] | NDArray[Any] | Iterable[Any]
+
+
+def compare(
+    reference: Source,
+    candidate: Source,
+    data: Data | None = None,
+    *,
+    text: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    samples: int = 20,
+    sequence: int = 256,
+    llama_cpp: bool = False,
+    sites: bool = True,
+    target: str = "ort-cpu",
+    progress: Progress | None = None,
+) -> Comparison:
+    """Run two models on the same samples and measure how far apart they are.
+
+    For language models: KL(reference ‖ candidate) of the next-token distributions at every
+    position, perplexity of both within each block, top-1 agreement. For others: error and cosine
+    of every output. Logits of one sample at a time are in memory, in both models' sessions.
+
+    Args:
+        reference: a path or a graph.
+        candidate: what is measured against it.
+        data: a .npz or .jsonl file, an array of token ids `[samples, T]`, or an iterable of
+            feeds (arrays by input name, with a leading batch axis).
+        text: instead of `data`, a text file; with `tokenizer`, a tokenizer.json.
+        samples: how many samples, or blocks of text, at most.
+        sequence: tokens in a block of text.
+        llama_cpp: score the second half of each block, as llama.cpp's perplexity tool does.
+        sites: also compare the outputs of the sites that both models have, on a few samples.
+        target: what runs both.
+
+    Raises:
+        InputError: unreadable models or data, models that want different inputs or have
+            different vocabularies, tokens outside the vocabulary.
+        MissingExtra: the runtime, or the package tokenizers, is not installed.
+    """
+    steps = progress or Silent()
+    given = _samples(data, text, tokenizer, samples, sequence)
+    runtime: Runtime = registry.load("target", target)
+    steps.stage("loading the models")
+    pair = Pair(runtime, _title(reference), _title(candidate), _model(reference), _model(candidate))
+    run = Scoring(pair, llama_cpp)
+    run.check_tokenizer(given.vocabulary)
+    steps.stage("comparing", total=given.expected or samples)
+    first = run.all(itertools.islice(given.samples, samples), steps)
+    found = run.result(target)
+    steps.finish(f"{found.samples} samples")
+    pair.close()
+    if sites:
+        steps.stage("comparing sites")
+        found = with_sites(found, pair, first)
+        steps.finish(f"{len(found.sites)} sites")
+    short = given.expected is not None and given.expected < samples
+    if short and given.vocabulary:
+        note = f"the text has {given.expected} blocks of {sequence} tokens, not {samples}"
+        found = dataclasses.replace(found, notes=(note, *found.notes))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """Samples, how many there are (where known), and the tokenizer's vocabulary (0: none)."""
+
+    samples: Iterable[Sample]
+    expected: int | None = None
+    vocabulary: int = 0
+
+
+def _samples(
+    data: Data | None,
+    text: str | os.PathLike[str] | None,
+    tokenizer: str | os.PathLike[str] | None,
+    samples: int,
+    sequence: int,
+) -> _Given:
+    if (data is None) == (text is None):
+        raise InputError("wanted either a text with its tokenizer, or data: one of the two")
+    if samples < 1 or sequence < 2:
+        raise InputError(
+            f"{samples} samples of {sequence} tokens: wanted at least 1 sample of 2 tokens"
+        )
+    if text is not None:
+        if tokenizer is None:
+            raise InputError("a text needs its tokenizer: name the model's tokenizer.json")
+        ids, known = token_blocks(Path(text), Path(tokenizer), sequence=sequence, samples=samples)
+        return _Given(as_samples(ids), len(ids), known)
+    if tokenizer is not None:
+        raise InputError("data is not tokenized: a tokenizer goes with a text")
+    if isinstance(data, str | os.PathLike):
+        return _Given(read_samples(Path(data), samples))
+    return _Given(as_samples(data))
+
+
+def _model(source: Source) -> Path | ir.Model:
+    if isinstance(source, Graph):
+        return source.model
+    return source if isinstance(source, ir.Model) else Path(source)
+
+
+def _title(source: Source) -> str:
+    if isinstance(source, Graph):
+        return source.source.name if source.source is not None else _title(source.model)
+    return (source.graph.name or "graph") if isinstance(source, ir.Model) else os.fspath(source)
