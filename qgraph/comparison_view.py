@@ -90,8 +90,9 @@ def _sites(comparison: Comparison, console: Console) -> None:
         f"({comparison.site_samples} samples{tokens})",
         style="bold",
     )
-    # What name, format and number take, with a space on both sides of each.
-    taken = max(len(row.name) + len(row.format or "float") for row in shown) + 14
+    # Three columns beside the bar, the number 6 wide, and what the table puts between them.
+    names, formats = (row.name for row in shown), (row.format or "float" for row in shown)
+    taken = max(map(len, ("site", *names))) + max(map(len, ("format", *formats))) + 17
     width = min(_BAR, max(8, console.width - taken)) if drawn else _BAR
     rows = [
         [

@@ -14,7 +14,7 @@ from qgraph.capabilities import Capabilities
 from qgraph.explanation import Explanation, LevelProof, ProfileRow, SiteRow
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
-from qgraph.plan import Decision, make_plan, query_of, spell_kernel
+from qgraph.plan import PORTABLE, Decision, make_plan, query_of, spell_kernel
 from qgraph.recipe import Recipe
 from qgraph.report import REASONS
 from qgraph.sites import Site
@@ -71,6 +71,15 @@ def _row(
     row = _noted(row, note)
     if site.state == "fused":
         return _fused(row, site, capabilities)
+    if site.state == "portable":
+        stored = sum(value.const_value.nbytes for value in _packed_inputs(site) if value.const_value)
+        return dataclasses.replace(
+            row,
+            format=row.format or decision.format,
+            kernel=PORTABLE,
+            packed_bytes=stored,
+            reason=row.reason or "NO_FUSED_KERNEL",
+        )
     if site.state == "float":
         reason, detail = decision.reason, decision.detail
         if decision.quantized:
@@ -147,7 +156,7 @@ def _packed_inputs(site: Site) -> list[ir.Value]:
     for value in site.node.inputs:
         while value is not None and value.const_value is None:
             producer = value.producer()
-            reshape = producer is not None and producer.op_type in ("Reshape", "Slice")
+            reshape = producer is not None and producer.op_type in ("Reshape", "Slice", "Gather")
             value = producer.inputs[0] if producer is not None and reshape else None
         if value is not None:
             found.append(value)

@@ -48,7 +48,7 @@ class Feeder:
         Raises:
             InputError: an input is missing, unknown, or of another type or length.
         """
-        self._check_names(sample)
+        self.check_names(sample)
         found: Arrays = {}
         for name, spec in self._inputs.items():
             given = self._given_as(sample, name)
@@ -77,7 +77,8 @@ class Feeder:
             return IDS
         return name if name in sample else None
 
-    def _check_names(self, sample: Sample) -> None:
+    def check_names(self, sample: Sample) -> None:
+        """Refuse a sample that lacks an input, or has one that the model does not know."""
         missing = [name for name in self.needed if self._given_as(sample, name) is None]
         if missing:
             raise InputError(

@@ -21,7 +21,7 @@ from qgraph.errors import CoverageError, InputError, MissingExtra, NumericError
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
 from qgraph.passes.base import Context, Pass
-from qgraph.plan import Decision, QuantPlan, make_plan, query_of, require_known_options
+from qgraph.plan import PORTABLE, Decision, QuantPlan, make_plan, query_of, require_known_options
 from qgraph.progress import Progress, Silent
 from qgraph.recipe import Override, Recipe
 from qgraph.report import SCHEMA, Report, Step
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 Source = str | os.PathLike[str] | ir.Model | Graph
 METADATA_KEY = "qgraph"
 _LOWERINGS: dict[str, tuple[str, ...]] = {
-    "ort-cpu": ("lower_matmul_nbits", "lower_gather_block_quantized", "lower_portable"),
-    "ort-cuda": ("lower_matmul_nbits", "lower_gather_block_quantized", "lower_portable"),
+    "ort-cpu": ("lower_matmul_nbits", "lower_gather_block_quantized"),
+    "ort-cuda": ("lower_matmul_nbits", "lower_gather_block_quantized"),
     "qdq": ("lower_qdq",),
 }
 
@@ -107,6 +107,7 @@ def optimize(
     options: Mapping[str, str] | None = None,
     embedding: str | None = None,
     accuracy_level: str | None = None,
+    unfused: str | None = None,
     target: str = "ort-cpu",
     check: bool = True,
     strict: bool = False,
@@ -141,6 +142,7 @@ def optimize(
         "solver": solver,
         "embedding": embedding,
         "accuracy_level": accuracy_level,
+        "unfused": unfused,
         "include": tuple(include) or None,
         "exclude": tuple(exclude) or None,
         "overrides": tuple(overrides) or None,
@@ -239,6 +241,11 @@ class _Run:
         self.report.notes.extend(graph.notes)
         before = _stored_bytes(graph.model)
         self.progress.finish(f"{len(graph.model.graph)} nodes, {before / 1e6:.1f} MB")
+        self.changed += [
+            Step("capture", "constant", site.name, "changed", "OVERRIDABLE_INPUT", site.weight_name)
+            for site in graph.sites()
+            if site.weight_name in graph.overridden
+        ]
         capabilities = self._capabilities(output)
         self._start("plan")
         plan = make_plan(graph.sites(), self.recipe, capabilities)
@@ -279,7 +286,10 @@ class _Run:
         self, graph: Graph, plan: QuantPlan, capabilities: Capabilities
     ) -> tuple[Graph, QuantPlan]:
         """The rewritten graph; sites that no kernel takes after all go back to float."""
-        names = ["adopt_qdq", f"quantize_{self.recipe.solver}", *_LOWERINGS[self.target], "cleanup"]
+        lowerings = list(_LOWERINGS[self.target])
+        if self.recipe.unfused == PORTABLE and self.target != "qdq":
+            lowerings.append("lower_portable")
+        names = ["adopt_qdq", f"quantize_{self.recipe.solver}", *lowerings, "cleanup"]
         while True:
             self.report.steps[:] = self.changed
             lowered = graph.clone()
@@ -288,16 +298,18 @@ class _Run:
                 lowered.verify()
                 self.report.extend(_pass(name, self.recipe).run(lowered, context))
             lowered.verify()
+            # A later pass may have taken what an earlier one refused.
+            last = {step.site: step for step in self.report.steps}
             refused = {
-                step.site: (step.reason or "NO_FUSED_KERNEL", step.detail)
-                for step in self.report.steps
-                if step.outcome == "refused" and (plan.of(step.site) or _NOTHING).quantized
+                site: (step.reason or "NO_FUSED_KERNEL", step.detail)
+                for site, step in last.items()
+                if step.outcome == "refused" and (plan.of(site) or _NOTHING).quantized
             }
             if not refused:
                 break
             plan = plan.refusing(refused)
         self._gate(plan)
-        return lowered, plan
+        return lowered, plan.running(lowered.sites())
 
     def _write(
         self,

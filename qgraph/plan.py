@@ -26,7 +26,7 @@ from qgraph.formats.base import Format, parse
 from qgraph.recipe import FLOAT, Recipe
 from qgraph.report import SCHEMA
 from qgraph.selectors import Selector, check, layer_count
-from qgraph.sites import Refusal, Site
+from qgraph.sites import PACKED, Refusal, Site
 
 BEST_4_BIT = "uint4"
 SYMMETRIC_4_BIT = "int4"
@@ -34,6 +34,8 @@ SYMMETRIC_4_BIT = "int4"
 DEFAULT_GROUP = 64
 """Measured on SmolLM2-135M with its channels off the Q4_1 grid: see tests/benchmarks/results."""
 BEST_EMBEDDING = "uint8"
+PORTABLE = "portable"
+"""The kernel of a site that is dequantized block by block in standard operators."""
 KEPT = "kept"
 """The solver of a site that came in with a fused kernel."""
 _QUANTIZED = ("qdq", "dequantize")
@@ -111,6 +113,15 @@ class QuantPlan:
             for item in self.decisions
         ]  # fmt: skip
         return dataclasses.replace(self, decisions=tuple(_owned(decisions)))
+
+    def running(self, sites: Sequence[Site]) -> QuantPlan:
+        """This plan with the kernels that a lowered graph's sites really have."""
+        kernels = {site.name: _kernel_of(site) for site in sites if site.state in PACKED}
+        decisions = [
+            dataclasses.replace(item, kernel=kernels[item.site]) if item.site in kernels else item
+            for item in self.decisions
+        ]
+        return dataclasses.replace(self, decisions=tuple(decisions))
 
     def to_json(self) -> dict[str, Any]:
         """The versioned form that `--dry-run --report` writes and `explain` reads."""
@@ -263,8 +274,8 @@ class _Planner:
             return dataclasses.replace(decision, reason=refused[0], detail=refused[1])
         if site.name in self.adopted:
             return self._adopted(decision, site)
-        if site.state == "fused":
-            return self._fused(decision, site)
+        if site.state in PACKED:
+            return self._packed(decision, site)
         if site.state != "float":
             return decision
         wanted = self._wanted(site)
@@ -281,8 +292,14 @@ class _Planner:
             return decision
         return dataclasses.replace(decision, detail="came quantized, kept code for code")
 
-    def _fused(self, decision: Decision, site: Site) -> Decision:
-        """A site that came in fused stays as it is."""
+    def _packed(self, decision: Decision, site: Site) -> Decision:
+        """A site that came in fused, or in the portable form, stays as it is."""
+        if site.state == "portable":
+            name = site.node.op_type.removeprefix("Linear").removeprefix("Dequantize").lower()
+            fmt = name.rpartition("v")[0]
+            return dataclasses.replace(
+                decision, format=fmt, solver=KEPT, kernel=PORTABLE, detail="portable already"
+            )
         query = query_of(site)
         return dataclasses.replace(
             decision,
@@ -304,24 +321,32 @@ class _Planner:
         fmt.validate(site.n, site.k)
         dtype = site.dtype
         answer, query = best_kernel(self.capabilities, site, fmt, self.recipe.accuracy_level)
-        if not answer:
+        rule = answer.rule
+        portable = self.recipe.unfused == "portable" and dtype.name in ("FLOAT", "FLOAT16")
+        if rule is None and not portable:
             return dataclasses.replace(decision, reason=answer.reason, detail=answer.detail)
         spelled = fmt.spell()
         owner = self.first.setdefault((self.keys[site.name], spelled), site.name)
         shared = None if owner == site.name else owner
         bits = fmt.size_bits(site.k, dtype)
-        rule = answer.rule
-        assert rule is not None
-        return dataclasses.replace(
+        decision = dataclasses.replace(
             decision,
             format=spelled,
             solver=solver,
+            shared_with=shared,
+            packed_bytes=round(bits * site.n * site.k / 8),
+        )
+        if rule is None:
+            detail = f"{answer.reason}: {answer.detail}"
+            return dataclasses.replace(
+                decision, kernel=PORTABLE, reason="NO_FUSED_KERNEL", detail=detail
+            )
+        return dataclasses.replace(
+            decision,
             kernel=spell_kernel(query),
             origin=rule.origin,
             reason=rule.remark,
             detail=rule.note,
-            shared_with=shared,
-            packed_bytes=round(bits * site.n * site.k / 8),
         )
 
     def _refusal(self, site: Site) -> tuple[str, str] | None:
@@ -329,7 +354,7 @@ class _Planner:
             small = site.n * site.k < self.recipe.min_elements
             code = "WEIGHT_TOO_SMALL" if small and site.n else site.refusal.code
             return code, site.refusal.detail
-        if site.state == "fused":
+        if site.state in PACKED:
             return None
         excluded = [t for t in self.recipe.exclude if Selector(t).matches(site, self.layers)]
         if excluded:
@@ -491,6 +516,10 @@ def require_known_options(recipe: Recipe) -> None:
             raise InputError(
                 f"pass {name} has no field {field!r}{near} (it has: {', '.join(fields) or 'none'})"
             )
+
+
+def _kernel_of(site: Site) -> str:
+    return PORTABLE if site.state == "portable" else spell_kernel(query_of(site))
 
 
 def query_of(site: Site) -> Query:

@@ -13,6 +13,7 @@ from qgraph.registry import did_you_mean
 
 FLOAT = "float"
 LEVELS = ("auto", "0", "4")
+UNFUSED = ("float", "portable")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Recipe:
     group: weights per scale along K; None for the format's own, 0 for the whole row.
     embedding: `auto`, `float`, or a format for embedding tables; a tied head follows it.
     accuracy_level: `auto`, `0` (float activations) or `4` (int8 activations).
+    unfused: what becomes of a weight that no kernel takes: `float` (as it is), or `portable`
+        (packed, and dequantized block by block in standard operators: small, and slow).
     min_elements: smaller weights stay as they are.
     options: `PASS.FIELD` → value, for any pass's field.
     """
@@ -64,6 +67,7 @@ class Recipe:
     overrides: tuple[Override, ...] = ()
     embedding: str = "auto"
     accuracy_level: str = "auto"
+    unfused: str = "float"
     min_elements: int = 1024
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -72,6 +76,8 @@ class Recipe:
             raise InputError(
                 f"accuracy level {self.accuracy_level!r}: wanted one of {', '.join(LEVELS)}"
             )
+        if self.unfused not in UNFUSED:
+            raise InputError(f"unfused {self.unfused!r}: wanted one of {', '.join(UNFUSED)}")
         if self.min_elements < 0:
             raise InputError(f"min_elements {self.min_elements}: wanted 0 or more")
 

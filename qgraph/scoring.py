@@ -91,6 +91,7 @@ class Scoring:
         return first
 
     def _add(self, sample: Sample) -> None:
+        self.pair.reference.feeder.check_names(sample)
         ids, mask = self.pair.ids_and_mask(sample)
         self.samples += 1 if ids is None else len(ids)
         self.tokens += 0 if ids is None else ids.size

@@ -104,21 +104,28 @@ def with_outputs(model: Path | ir.Model, values: Iterable[str]) -> Iterator[Path
     for name in values:
         if name not in known:
             proto.graph.output.add().name = name
+    copy = _write_beside(path, proto.SerializeToString())
     try:
-        handle, copy = tempfile.mkstemp(suffix=".onnx", prefix=".qgraph-", dir=path.parent)
+        yield copy
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def _write_beside(path: Path, content: bytes) -> Path:
+    """A new file under a dot-name in the folder of `path`."""
+    name = None
+    try:
+        handle, name = tempfile.mkstemp(suffix=".onnx", prefix=".qgraph-", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
     except OSError as error:
+        if name is not None:
+            Path(name).unlink(missing_ok=True)
         raise InputError(
             f"no copy of {path.name} can be made beside it, which comparing sites needs: "
             f"{error.strerror}"
         ) from None
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(proto.SerializeToString())
-        yield Path(copy)
-    except OSError as error:
-        raise InputError(f"no copy of {path.name} can be made: {error.strerror}") from None
-    finally:
-        Path(copy).unlink(missing_ok=True)
+    return Path(name)
 
 
 def _with_outputs(model: ir.Model, values: Iterable[str]) -> ir.Model:

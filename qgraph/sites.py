@@ -21,7 +21,9 @@ from qgraph.formats.base import Array
 from qgraph.view import NotAView, View, is_view_op, trace
 
 Role = Literal["linear", "head", "embedding"]
-State = Literal["float", "dequantize", "qdq", "fused"]
+State = Literal["float", "dequantize", "qdq", "fused", "portable"]
+PACKED = ("fused", "portable")
+"""States of a site that is one node reading packed codes."""
 QGRAPH_DOMAIN = "qgraph"
 CONTRIB = "com.microsoft"
 
@@ -124,7 +126,7 @@ class Site:
     def activation(self) -> ir.Value:
         """The input that is multiplied, or the indices of an embedding."""
         value = self.node.inputs[
-            0 if self.state == "fused" and self.role != "embedding" else self._at
+            0 if self.state in PACKED and self.role != "embedding" else self._at
         ]
         assert value is not None
         return value
@@ -145,7 +147,7 @@ def find_sites(model: ir.Model) -> list[Site]:
     """All sites of the main graph and its bodies, in graph order."""
     found: list[Site] = []
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        finder = _FINDERS.get((node.domain, node.op_type))
+        finder = _FINDERS.get((node.domain, node.op_type)) or _own_finder(node)
         site = finder(node) if finder else None
         if site is not None:
             found.append(site)
@@ -343,6 +345,35 @@ def _on_gather_block_quantized(node: ir.Node) -> Site | None:
     k = int(shape[1]) * 8 // bits if shape is not None and isinstance(shape[1], int) else 0
     dtype = scales.dtype if scales is not None else None
     return dataclasses.replace(_fused(node, 0, "embedding", n, k), dtype=dtype)
+
+
+def _own_finder(node: ir.Node) -> Callable[[ir.Node], Site | None] | None:
+    """The portable form: `qgraph::Linear…`, or `qgraph::Dequantize…` of gathered rows."""
+    if node.domain != QGRAPH_DOMAIN:
+        return None
+    if node.op_type.startswith("Linear"):
+        return _on_own_linear
+    gathered = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+    return _on_gathered if gathered is not None and gathered.op_type == "Gather" else None
+
+
+def _on_own_linear(node: ir.Node) -> Site:
+    site = _fused(node, 1, "linear", _rows(node.inputs[1]), node.attributes.get_int("k", 0))
+    return dataclasses.replace(site, state="portable")
+
+
+def _on_gathered(node: ir.Node) -> Site | None:
+    gather = node.inputs[0].producer() if node.inputs[0] is not None else None
+    table = gather.inputs[0] if gather is not None else None
+    if table is None or table.const_value is None:
+        return None
+    site = _fused(node, 0, "embedding", _rows(table), node.attributes.get_int("k", 0))
+    return dataclasses.replace(site, state="portable", weight_name=table.name or "", position=1)
+
+
+def _rows(codes: ir.Value | None) -> int:
+    first = codes.shape[0] if codes is not None and codes.shape else 0
+    return first if isinstance(first, int) else 0
 
 
 def _fused(node: ir.Node, position: int, role: Role, n: int, k: int) -> Site:

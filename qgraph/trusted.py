@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
+import onnx
 import onnx_ir as ir
 
 from qgraph import registry
@@ -33,7 +35,18 @@ def _spelled(function: ir.Function) -> bytes:
     proto.ClearField("doc_string")
     proto.ClearField("metadata_props")
     proto.ClearField("value_info")
-    for node in proto.node:
+    _normalize(proto.node)
+    return bytes(proto.SerializeToString(deterministic=True))
+
+
+def _normalize(nodes: Iterable[onnx.NodeProto]) -> None:
+    """Spell constants one way (raw data), in all bodies; drop what means nothing."""
+    for node in nodes:
         node.ClearField("metadata_props")
         node.ClearField("doc_string")
-    return bytes(proto.SerializeToString(deterministic=True))
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                array = onnx.numpy_helper.to_array(attribute.t)
+                attribute.t.CopyFrom(onnx.numpy_helper.from_array(array))
+            if attribute.HasField("g"):
+                _normalize(attribute.g.node)

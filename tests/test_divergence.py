@@ -49,7 +49,7 @@ def test_kl_is_one_way() -> None:
     assert kl_divergence(sharp, flat) == pytest.approx(wanted, rel=1e-5)
     other_way = -sum(math.log(3 * x) for x in p) / 3
     assert kl_divergence(flat, sharp) == pytest.approx(other_way, rel=1e-5)
-    assert other_way > 4 * wanted > 4
+    assert other_way > 3 * wanted
 
 
 def test_impossible_tokens() -> None:

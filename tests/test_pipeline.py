@@ -325,3 +325,27 @@ def test_options_of_passes(tmp_path: Path) -> None:
     assert _kernels(tmp_path / "o.onnx") == {(64, 0)}
     with pytest.raises(qgraph.InputError, match="did you mean 'accuracy_level'"):
         pipeline.optimize(decoder(tmp_path), options={"lower_matmul_nbits.accuracy_levl": "0"})
+
+
+def test_what_no_kernel_takes_can_be_packed_all_the_same(tmp_path: Path) -> None:
+    # 2 bits at blocks of 16 have no int8 compute, and level 0 is far slower than float
+    options = {"format": "int2:group=16", "embedding": "int2:group=16"}
+    source = decoder(tmp_path)
+    with pytest.raises(qgraph.CoverageError, match="SLOWER_THAN_FLOAT_AT_M"):
+        qgraph.optimize(source, tmp_path / "o.onnx", exclude=["role:embedding"], **options)
+    result = qgraph.optimize(source, tmp_path / "o.onnx", unfused="portable", **options)
+    assert ops(tmp_path / "o.onnx")["LinearInt2V1"] == 3
+    decision = result.plan.of("layers.0.up")
+    assert decision is not None
+    assert (decision.kernel, decision.reason) == ("portable", "NO_FUSED_KERNEL")
+    explanation = qgraph.explain(tmp_path / "o.onnx")
+    assert {row.name: row.state for row in explanation.sites}["layers.0.up"] == "portable"
+    assert np.isfinite(run(tmp_path / "o.onnx")).all()
+
+
+def test_the_plan_tells_the_kernel_that_was_taken_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _faulty(monkeypatch, lambda a: a["accuracy_level"] == 4)
+    result = qgraph.optimize(decoder(tmp_path), tmp_path / "o.onnx", **FORMAT)
+    assert set(result.report.totals["kernels"]) == {"MatMulNBits bits=4 block=64 level=0"}

@@ -113,6 +113,16 @@ Exclude = Annotated[
         metavar="SELECTOR", rich_help_panel=_WHICH, help="Not these: they stay as they are."
     ),
 ]
+Unfused = Annotated[
+    str | None,
+    typer.Option(
+        metavar="float|portable",
+        callback=one_of(("float", "portable")),
+        rich_help_panel=_RUNS,
+        help="What becomes of weights that no kernel takes: floats as they are, or packed and "
+        "dequantized block by block (small, slow). [default: float]",
+    ),
+]
 MinElements = Annotated[
     int | None,
     typer.Option(
@@ -203,6 +213,7 @@ def optimize(
     min_elements: MinElements = None,
     target: Target = "ort-cpu",
     accuracy_level: AccuracyLevel = None,
+    unfused: Unfused = None,
     check: Check = True,
     strict: Strict = False,
     min_coverage: MinCoverage = 0.0,
@@ -232,6 +243,7 @@ def optimize(
         "solver": solver,
         "embedding": embedding,
         "accuracy_level": accuracy_level,
+        "unfused": unfused,
         "min_elements": min_elements,
     }
     asked = _recipe(recipe, wanted, include or [], exclude or [], set_ or [], option or [])

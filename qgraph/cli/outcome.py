@@ -36,6 +36,7 @@ def print_configuration(
         "solver": recipe.solver,
         "embedding": recipe.embedding,
         "accuracy level": recipe.accuracy_level,
+        "unfused": recipe.unfused,
         "min elements": str(recipe.min_elements),
         "target": target,
         "check": "on" if check else "off",
