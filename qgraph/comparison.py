@@ -25,9 +25,14 @@ class OutputRow:
 
 @dataclasses.dataclass(frozen=True)
 class SiteRow:
-    """One site: `error` is ‖y_c − y_r‖/‖y_r‖ of its output, errors of earlier sites included."""
+    """One site: `error` is ‖y_c − y_r‖/‖y_r‖ of its output, errors of earlier sites included.
+
+    weight, op: its weight and operator in the reference.
+    format: what the candidate's metadata says; None where it says nothing.
+    """
 
     name: str
+    weight: str
     role: str
     op: str
     candidate_op: str

@@ -59,14 +59,23 @@ def _divergence(found: Divergence, console: Console) -> None:
     change = found.candidate_perplexity / found.reference_perplexity - 1
     perplexity = f"{found.reference_perplexity:.4f} → {found.candidate_perplexity:.4f}"
     rows = [
-        ["KL divergence, mean", f"{found.mean:.6f}", "nats a token"],
-        ["  median", f"{found.median:.6f}", ""],
-        ["  99th percentile", f"{found.p99:.6f}", ""],
-        ["  maximum", f"{found.maximum:.6f}", ""],
+        ["KL divergence, mean", _nats(found.mean), "nats a token"],
+        ["  median", _nats(found.median), ""],
+        ["  99th percentile", _nats(found.p99), ""],
+        ["  maximum", _nats(found.maximum), ""],
         ["top-1 agreement", f"{100 * found.top1:.2f} %", ""],
         ["perplexity", perplexity, f"{100 * change:+.2f} %, {found.predictions:,} predictions"],
     ]
     print_table(console, ["", "value", ""], rows, "lrl")
+
+
+def _nats(value: float) -> str:
+    """Six decimals; rounding may leave a divergence of zero a little below it."""
+    return f"{round(value, 6) + 0.0:.6f}"
+
+
+def _error(value: float) -> str:
+    return f"{value:.4f}" if value >= 0.001 or value == 0 else f"{value:.0e}"
 
 
 def _outputs(comparison: Comparison, console: Console) -> None:
@@ -98,7 +107,7 @@ def _sites(comparison: Comparison, console: Console) -> None:
         [
             row.name,
             row.format or "float",
-            f"{row.error:.4f}",
+            _error(row.error),
             bar(row.error, largest, width, fine=drawn),
         ]
         for row in shown

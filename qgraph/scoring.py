@@ -70,8 +70,6 @@ class Scoring:
 
     def check_tokenizer(self, known: int) -> None:
         """Refuse a tokenizer that knows more tokens than the models."""
-        if known and self.logits is None:
-            return
         if self.vocabulary and known > self.vocabulary:
             raise InputError(
                 f"the tokenizer has {known} tokens, the models' vocabulary {self.vocabulary}: "

@@ -14,7 +14,7 @@ from qgraph.paired import Pair
 from qgraph.site_outputs import SharedSite, read_graph, shared_sites
 from qgraph.text import Sample
 
-SITE_BYTES = 256_000_000
+SITE_BYTES = 128_000_000
 """The most that the sites of one model give at once; longer blocks are cut for them."""
 
 
@@ -62,7 +62,15 @@ def _site_rows(
             else:
                 del errors[site]
     rows = [
-        SiteRow(site.name, site.role, site.op, site.candidate_op, site.format, each.error)
+        SiteRow(
+            name=site.name,
+            weight=site.weight,
+            role=site.role,
+            op=site.op,
+            candidate_op=site.candidate_op,
+            format=site.format,
+            error=each.error,
+        )
         for site, each in errors.items()
     ]
     rows.sort(key=lambda row: -math.inf if math.isnan(row.error) else -row.error)

@@ -24,12 +24,14 @@ from qgraph.sites import Site, find_sites
 class SharedSite:
     """A site of both models, and the value that is its output in each.
 
+    weight: its name in the reference.
     op, candidate_op: its operator in the reference and in the candidate.
     format: what the candidate's metadata says of it; None for float, or where it says nothing.
     width: elements per token.
     """
 
     name: str
+    weight: str
     role: str
     op: str
     candidate_op: str
@@ -72,6 +74,7 @@ def shared_sites(reference: ir.Model, candidate: ir.Model) -> list[SharedSite]:
         found.append(
             SharedSite(
                 name=name,
+                weight=site.weight_name,
                 role=site.role,
                 op=site.op,
                 candidate_op=twin.op,

@@ -146,6 +146,7 @@ def test_sites_are_those_of_numpy_worst_first(pair: tuple[Path, Path]) -> None:
     assert [row.name for row in found.sites] == sorted(wanted, key=lambda name: -wanted[name])
     for row in found.sites:
         assert row.error == pytest.approx(wanted[row.name], rel=1e-4)
+        assert row.weight == f"{row.name}.weight"
     assert (found.site_samples, found.site_tokens) == (3, 36)
     assert {row.name: row.role for row in found.sites} == {
         "embed": "embedding", "up": "linear", "down": "linear", "head": "linear",
@@ -544,7 +545,15 @@ def test_schema_1(pair: tuple[Path, Path]) -> None:
         "positions", "mean", "median", "p99", "maximum", "top1", "predictions",
         "reference_perplexity", "candidate_perplexity",
     }  # fmt: skip
-    assert set(data["sites"][0]) >= {"name", "role", "op", "candidate_op", "format", "error"}
+    assert set(data["sites"][0]) >= {
+        "name",
+        "weight",
+        "role",
+        "op",
+        "candidate_op",
+        "format",
+        "error",
+    }
 
 
 def test_output_error_of_zeros() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,7 +80,8 @@ def compare(
     report: Report = None,
 ) -> None:
     """Measure a quantized model: KL divergence, perplexity, agreement, and the error by site."""
-    _check(text, tokenizer, data, report)
+    _check(text, tokenizer, data)
+    _check_report(report, (reference, candidate, text, tokenizer, data))
     from qgraph import comparing, console
 
     with console.Stages(console.messages()) as stages:
@@ -103,9 +105,7 @@ def compare(
         found.check(max_kl)
 
 
-def _check(
-    text: Path | None, tokenizer: Path | None, data: Path | None, report: Path | None
-) -> None:
+def _check(text: Path | None, tokenizer: Path | None, data: Path | None) -> None:
     """Find wrong usage before models are loaded."""
     if (text is None) == (data is None):
         raise InputError("wanted --text FILE with --tokenizer FILE, or --data FILE: one of the two")
@@ -113,8 +113,15 @@ def _check(
         raise InputError("--text needs --tokenizer FILE, the model's tokenizer.json")
     if data is not None and tokenizer is not None:
         raise InputError("--tokenizer goes with --text; --data is not tokenized")
-    if report is not None and not os.access(report.absolute().parent, os.W_OK):
+
+
+def _check_report(report: Path | None, inputs: Iterable[Path | None]) -> None:
+    if report is None:
+        return
+    if not os.access(report.absolute().parent, os.W_OK):
         raise InputError(f"--report {report}: no folder that can be written; choose another path")
+    if any(path is not None and path.resolve() == report.resolve() for path in inputs):
+        raise InputError(f"--report {report} would overwrite an input: choose another path")
 
 
 def _print(found: Comparison, shape: str) -> None:

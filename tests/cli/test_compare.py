@@ -115,6 +115,7 @@ def test_the_gate_speaks_after_the_result(
         (("--data", "d.csv"), "neither a .npz nor a .jsonl"),
         (("--data", "d.jsonl"), "No such file"),
         (("--data", "d.jsonl", "--report", "no/where/r.json"), "no folder that can be written"),
+        (("--data", "d.jsonl", "--report", "d.jsonl"), "would overwrite"),
         (("--data", "d.jsonl", "--samples", "0"), "--samples"),
         (("--data", "d.jsonl", "--max-kl", "-1"), "--max-kl"),
         (("--data", "d.jsonl", "--format", "yaml"), "table, json"),
@@ -141,7 +142,8 @@ def test_a_model_without_logits_has_no_gate(qgraph: Command, model: Path, tmp_pa
 
 def many(count: int) -> Comparison:
     sites = [
-        SiteRow(f"[/x]{i}", "linear", "MatMul", "MatMul", None, 1 / (1 + i)) for i in range(count)
+        SiteRow(f"[/x]{i}", "w", "linear", "MatMul", "MatMul", None, 1 / (1 + i))
+        for i in range(count)
     ]
     divergence = Divergence(8, 0.5, 0.25, 1.5, 2.0, 0.75, 7, 10.0, 11.0)
     return Comparison(
@@ -162,6 +164,16 @@ def test_a_terminal_gets_bars_that_fit(width: int) -> None:
     assert drawn[1].count("█") == cells // 2
     assert any("and 10 more" in line for line in lines)
     assert "+10.00 %" in screen.getvalue()
+
+
+def test_numbers_near_zero_are_shown_as_they_are() -> None:
+    screen = io.StringIO()
+    site = SiteRow("fc", "w", "linear", "MatMul", "MatMul", None, 1.2e-6)
+    divergence = Divergence(8, -4e-9, 0.0, 1.5, 2.0, 0.75, 7, 10.0, 11.0)
+    found = Comparison("a", "b", "ort-cpu", 1, 8, False, divergence, sites=(site,))
+    render(found, Console(file=screen, force_terminal=False, width=80))
+    assert "-0.000000" not in screen.getvalue()
+    assert "1e-06" in screen.getvalue()
 
 
 def test_bars() -> None:

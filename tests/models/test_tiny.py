@@ -117,8 +117,8 @@ def test_held_out_bits_per_byte(built: dict[tuple[str, str], Path]) -> None:
     assert tiny.facts()["held_out_bits_per_byte"] <= 2.2
     ids = tiny.batches("eval", 257, 100)
     found = {case: tiny.bits_per_byte(run(path, ids), ids) for case, path in built.items()}
-    # The noted figure, of four times as many windows, and a little for another Python's library.
-    assert max(found.values()) <= 2.25
+    # A tenth of the text: samples of it spread by 0.05, Python 3.13's library costs 0.06 more.
+    assert 1.5 < min(found.values()) and max(found.values()) <= 2.3
     assert max(found.values()) - min(found.values()) < 0.001
 
 
