@@ -57,16 +57,13 @@ class Decoder(nn.Module):
         cache: Any = None
         if past_key_values is not None:
             cache = DynamicCache([(key, value) for key, value in past_key_values])
-        hidden = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=cache is not None,
-        ).last_hidden_state
+        # By position: transformers renamed the fourth from past_key_values to cache.
+        out = self.model(
+            input_ids, attention_mask, position_ids, cache, use_cache=cache is not None
+        )
         present = [] if cache is None else cache.layers
         parts = (part for layer in present for part in (layer.keys, layer.values))
-        return (self.lm_head(hidden), *parts)
+        return (self.lm_head(out.last_hidden_state), *parts)
 
     def export(self, plain: bool) -> ir.Model:
         """`input_ids` → `logits`, by the exporter's defaults or `plain` (`torch_onnx.export`)."""

@@ -15,24 +15,35 @@ class Item(Protocol):
     """A site as a plan or an explanation has it."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The site's name."""
+
     @property
-    def role(self) -> str: ...
+    def role(self) -> str:
+        """`linear`, `head` or `embedding`."""
+
     @property
-    def quantized(self) -> bool: ...
+    def quantized(self) -> bool:
+        """Whether it is, or is to be, quantized."""
+
     @property
-    def reason(self) -> str | None: ...
+    def reason(self) -> str | None:
+        """The reason code, or None."""
+
     @property
-    def detail(self) -> str: ...
+    def detail(self) -> str:
+        """What was found."""
+
     @property
-    def float_bytes(self) -> int: ...
+    def float_bytes(self) -> int:
+        """Bytes of the weight as floats."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
     """Counts of sites and their bytes as floats.
 
-    refused: (site, reason code, detail) of linears and embeddings that were not quantized.
+    refused: (site, reason code, detail) of linears and embeddings that cannot or must not be.
     """
 
     linears: int
@@ -56,7 +67,7 @@ class Coverage:
             sum(item.float_bytes for item in linears if item.quantized),
             len(embeddings),
             sum(item.quantized for item in embeddings),
-            tuple((i.name, i.reason or "", i.detail) for i in counted if not i.quantized),
+            tuple((i.name, i.reason, i.detail) for i in counted if i.reason and not i.quantized),
         )
 
     @property

@@ -62,6 +62,7 @@ def _row(
         weight=str(note.get("weight", site.weight_name)),
         role=str(note.get("role", site.role)),
         op=str(note.get("op", site.op)),
+        module=str(note.get("module") or decision.module),
         n=int(note.get("n", site.n)),
         k=int(note.get("k", site.k)),
         state=site.state,
@@ -72,7 +73,9 @@ def _row(
     if site.state == "fused":
         return _fused(row, site, capabilities)
     if site.state == "portable":
-        stored = sum(value.const_value.nbytes for value in _packed_inputs(site) if value.const_value)
+        stored = sum(
+            value.const_value.nbytes for value in _packed_inputs(site) if value.const_value
+        )
         return dataclasses.replace(
             row,
             format=row.format or decision.format,

@@ -59,6 +59,7 @@ def _row(item: Mapping[str, Any]) -> SiteRow:
         n=int(item["n"]),
         k=int(item["k"]),
         state="planned" if fmt else "float",
+        module=str(item.get("module", "")),
         op_now=kernel.partition(" ")[0],
         format=item["format"],
         bits=fmt.bits if fmt else None,

@@ -28,7 +28,7 @@ class Side:
 
     def __init__(self, runtime: Runtime, title: str, model: Path | ir.Model) -> None:
         self.title, self.model, self._runtime = title, model, runtime
-        self._session: Session | None = runtime.open(model)
+        self._session: Session | None = runtime.open(model, spinning=False)
         self.outputs = self._session.outputs
         self.feeder = Feeder(runtime, model, self._session.inputs)
 
@@ -45,7 +45,7 @@ class Side:
     def exposing(self, values: Iterable[str]) -> Iterator[None]:
         """Let `run` also give `values`, until this ends."""
         with with_outputs(self.model, values) as copy:
-            self._session = self._runtime.open(copy)
+            self._session = self._runtime.open(copy, spinning=False)
         try:
             yield
         finally:

@@ -129,7 +129,7 @@ def optimize(
         strict: a kernel outside its bound is an error; otherwise the next kernel is taken.
         dry_run: stop after the plan.
         min_coverage: the least share (0 to 1) of the linears' weight bytes to be quantized.
-        report: where to write all steps as JSON.
+        report: where to write all steps as JSON; with `dry_run` the plan.
 
     Raises:
         InputError: wrong model, recipe or output; nothing was written.
@@ -151,7 +151,7 @@ def optimize(
     asked = dataclasses.replace(
         recipe or Recipe(), **{key: value for key, value in given.items() if value is not None}
     )
-    run = _Run(asked, target, progress or Silent(), strict, min_coverage, check)
+    run = _Run(asked, target, progress or Silent(), strict, min_coverage, check, dry_run)
     return run.optimize(
         model,
         Path(output) if output is not None and not dry_run else None,
@@ -215,10 +215,12 @@ class _Run:
         strict: bool,
         min_coverage: float,
         check: bool,
+        dry_run: bool = False,
     ) -> None:
         require_known_options(recipe)
         self.recipe, self.target, self.progress = recipe, target, progress
         self.strict, self.min_coverage, self.check = strict, min_coverage, check
+        self.dry_run = dry_run
         self.runtime: Runtime = registry.load("target", target)
         self.report = Report({"target": target, "recipe": recipe.to_json(), "check": check})
         self.seconds: dict[str, float] = {}
@@ -309,7 +311,12 @@ class _Run:
                 break
             plan = plan.refusing(refused)
         self._gate(plan)
-        return lowered, plan.running(lowered.sites())
+        failed = {
+            step.site: (step.reason or "", step.detail)
+            for step in self.changed
+            if step.pass_name == "check"
+        }
+        return lowered, plan.running(lowered.sites(), failed)
 
     def _write(
         self,
@@ -423,7 +430,7 @@ class _Run:
             "files": [{"path": str(path), "bytes": path.stat().st_size} for path in files],
         }
         if report is not None:
-            _write_report(report, self.report)
+            _write_report(report, plan.to_json() if self.dry_run else self.report.to_json())
         verb = "quantized" if files else "would quantize"
         return Result(lowered, plan, self.report, files, coverage.line(verb, (before, after)))
 
@@ -472,6 +479,7 @@ def _entry(item: Decision, error: float | None) -> dict[str, Any]:
         "weight": item.weight,
         "role": item.role,
         "op": item.op,
+        "module": item.module,
         "n": item.n,
         "k": item.k,
         "format": item.format,
@@ -510,11 +518,13 @@ def _peak_rss() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _write_report(path: Path, report: Report) -> None:
+def _write_report(path: Path, content: Mapping[str, Any]) -> None:
     try:
-        path.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise InputError(f"report {path}: {error.strerror}") from None
+        raise InputError(
+            f"report {path}: {error.strerror}: choose a path that can be written"
+        ) from None
 
 
 __all__ = ["Result", "capture", "explain", "open", "optimize", "parse"]

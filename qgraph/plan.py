@@ -25,7 +25,7 @@ from qgraph.errors import InputError
 from qgraph.formats.base import Format, parse
 from qgraph.recipe import FLOAT, Recipe
 from qgraph.report import SCHEMA
-from qgraph.selectors import Selector, check, layer_count
+from qgraph.selectors import MODULE, Selector, check, layer_count
 from qgraph.sites import PACKED, Refusal, Site
 
 BEST_4_BIT = "uint4"
@@ -51,6 +51,7 @@ class Decision:
     kernel: the op that the target will run, with its parameters.
     origin: whether the target's answer was asked of an installed runtime or predicted.
     shared_with: the first site that reads the same packed weight.
+    module: the torch module that the site came from, where the exporter told.
     float_bytes, packed_bytes: the weight that the site reads, in float and packed.
     """
 
@@ -67,6 +68,7 @@ class Decision:
     kernel: str | None = None
     origin: str = "installed"
     shared_with: str | None = None
+    module: str = ""
     float_bytes: int = 0
     packed_bytes: int = 0
 
@@ -116,13 +118,23 @@ class QuantPlan:
         ]  # fmt: skip
         return dataclasses.replace(self, decisions=tuple(_owned(decisions)))
 
-    def running(self, sites: Sequence[Site]) -> QuantPlan:
-        """This plan with the kernels that a lowered graph's sites really have."""
+    def running(
+        self, sites: Sequence[Site], failed: Mapping[str, tuple[str, str]] | None = None
+    ) -> QuantPlan:
+        """This plan with the kernels that a lowered graph's sites really have.
+
+        failed: site → (reason code, detail) of the kernel that a check found wrong before.
+        """
         kernels = {site.name: _kernel_of(site) for site in sites if site.state in PACKED}
-        decisions = [
-            dataclasses.replace(item, kernel=kernels[item.site]) if item.site in kernels else item
-            for item in self.decisions
-        ]
+        failed = failed or {}
+        decisions = []
+        for item in self.decisions:
+            if item.site in kernels:
+                item = dataclasses.replace(item, kernel=kernels[item.site])
+            if item.site in failed and item.quantized:
+                reason, detail = failed[item.site]
+                item = dataclasses.replace(item, reason=reason, detail=detail)
+            decisions.append(item)
         return dataclasses.replace(self, decisions=tuple(decisions))
 
     def to_json(self) -> dict[str, Any]:
@@ -284,7 +296,8 @@ class _Planner:
     def decide(self, site: Site) -> Decision:
         """The decision for one site."""
         decision = Decision(site.name, site.weight_name, site.role, site.op, site.n, site.k)
-        decision = dataclasses.replace(decision, float_bytes=_float_bytes(site))
+        module = str(site.node.meta.get(MODULE) or "")
+        decision = dataclasses.replace(decision, float_bytes=_float_bytes(site), module=module)
         refused = self._refusal(site)
         if refused is not None:
             return dataclasses.replace(decision, reason=refused[0], detail=refused[1])

@@ -53,12 +53,14 @@ class QuantSource(ABC):
     def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:
         """Compare rows `start:stop` as read back from storage with the source's own truth."""
 
-    def release(self) -> None:
-        """Give back the memory that mapped input files hold."""
+    def release(self) -> None:  # noqa: B027  (most sources hold nothing)
+        """Give back the memory that mapped input files hold; `block` works again after it."""
 
     def block_rows(self, limit: int = BLOCK_BYTES) -> int:
-        """Rows per block of at most `limit` bytes of float32: a multiple of 8, so that types
-        below one byte, which ONNX packs flat, start each block at a whole byte."""
+        """Rows per block of at most `limit` bytes of float32: a multiple of 8.
+
+        Types below one byte, which ONNX packs flat, then start each block at a whole byte.
+        """
         return max(8, min(self.n + 7, limit // (4 * self.k)) // 8 * 8)
 
     def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:

@@ -303,7 +303,7 @@ def _drop(view: View, rank: int) -> View:
 
 
 def _on_matmul(node: ir.Node) -> Site | None:
-    """MatMul, FusedMatMul and Gemm: the weight is operand B, stored as [K, N] or, transB, [N, K]."""
+    """MatMul, FusedMatMul and Gemm: the weight is operand B, [K, N] or, transB, [N, K]."""
     alpha = node.attributes.get_float("alpha", 1.0)
     orient = _keep if node.attributes.get_int("transB", 0) else _swap
     site = _from_weight(node, 1, "linear", orient, alpha)
@@ -452,7 +452,7 @@ def _origin(value: ir.Value | None, limit: int = 256) -> _Origin:
 
 
 def _with_heads(sites: list[Site], model: ir.Model) -> list[Site]:
-    """Call a linear whose result reaches a graph output through views and elementwise ops a head."""
+    """Call the widest linear a head if its result reaches an output through small ops."""
     outputs = {id(value) for value in model.graph.outputs}
     widest = max((s.n for s in sites if s.role == "linear"), default=0)
     return [

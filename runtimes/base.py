@@ -92,7 +92,13 @@ class Runtime(ABC):
 
     @abstractmethod
     def open(
-        self, model: Model, *, reference: bool = False, accuracy_level: int = 4, threads: int = 0
+        self,
+        model: Model,
+        *,
+        reference: bool = False,
+        accuracy_level: int = 4,
+        threads: int = 0,
+        spinning: bool = True,
     ) -> Session:
         """Load a model.
 
@@ -101,6 +107,8 @@ class Runtime(ABC):
             reference: run the nodes as written, without any graph optimization.
             accuracy_level: what Q/DQ products take that the runtime fuses by itself.
             threads: threads within a node; 0 is the runtime's default.
+            spinning: whether threads wait for work in a busy loop, which is faster for one
+                session and takes the processor from a second one.
 
         Raises:
             InputError: the runtime refuses the model; one line says why, with node and op.

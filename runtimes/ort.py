@@ -42,7 +42,13 @@ class OrtRuntime(Runtime):
         return Capabilities(self.target, self.provider, self._title(), rules(self.target))
 
     def open(
-        self, model: Model, *, reference: bool = False, accuracy_level: int = 4, threads: int = 0
+        self,
+        model: Model,
+        *,
+        reference: bool = False,
+        accuracy_level: int = 4,
+        threads: int = 0,
+        spinning: bool = True,
     ) -> Session:
         """See `Runtime.open`."""
         return open_session(
@@ -51,6 +57,7 @@ class OrtRuntime(Runtime):
             reference=reference,
             accuracy_level=accuracy_level,
             threads=threads,
+            spinning=spinning,
         )
 
     def profile(self, model: Model, feeds: Feeds, *, runs: int = 3) -> list[KernelRun]:

@@ -47,6 +47,7 @@ def open_session(
     reference: bool = False,
     accuracy_level: int = 4,
     threads: int = 0,
+    spinning: bool = True,
     profile_prefix: str | None = None,
     prepack: bool = True,
 ) -> OrtSession:
@@ -63,6 +64,8 @@ def open_session(
     options.log_severity_level = 3  # warnings would land in the middle of the command's output
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", str(accuracy_level))
+    if not spinning:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if reference:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if not prepack:

@@ -1,4 +1,4 @@
-"""The whole run on small models: what is written, what is refused, what happens when a check fails."""
+"""The whole run on small models: what is written, what is refused, what a failed check does."""
 
 from __future__ import annotations
 

@@ -658,12 +658,10 @@ class TestFailures:
         assert len(list(out.parent.iterdir())) == (1 if single else 2)
 
     def test_a_trial_that_fails_leaves_nothing(self, out: Path) -> None:
-        with (
-            pytest.raises(ZeroDivisionError),
-            Save(fused(source()), out) as saving,
-        ):
+        with Save(fused(source()), out) as saving:
             saving.write_data()
-            saving.trial(lambda path: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                saving.trial(lambda path: 1 / 0)
         assert not list(out.parent.iterdir())
 
     def test_without_commit_nothing_stays(self, out: Path) -> None:

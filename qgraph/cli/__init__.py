@@ -57,7 +57,7 @@ def _common(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        raise InputError("no command given: optimize, explain or demo\ntry: qgraph --help")
+        raise InputError("no command given: optimize, explain, compare or demo\ntry: qgraph --help")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -263,7 +263,7 @@ def optimize(
             min_coverage=min_coverage,
             single_file=single_file,
             force=force,
-            report=None if dry_run else report,
+            report=report,
             progress=stages,
         )
     if dry_run:

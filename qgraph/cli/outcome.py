@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from rich.console import Console
 
 from qgraph._version import __version__
 from qgraph.console import megabytes, print_line
-from qgraph.errors import InputError
 from qgraph.explanation_plan import from_plan
 from qgraph.explanation_view import render_kernels, render_reasons
 from qgraph.report import REASONS, Step
@@ -82,18 +80,8 @@ def print_plan(console: Console, result: Result, report: Path | None, quiet: boo
             print_line(console, f"note: {note}")
     print_line(console, result.summary, style="bold")
     if report is not None:
-        _write_json(report, result.plan.to_json())
         print_line(console, f"wrote {report} ({megabytes(report.stat().st_size)})")
         print_line(console, f"next: qgraph explain {report}")
-
-
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"--report {path}: {error.strerror}: choose a path that can be written"
-        ) from None
 
 
 def _kernels(console: Console, plan: QuantPlan) -> None:

@@ -9,9 +9,8 @@ import json
 import sys
 import time
 
-from peak import peak_mb
-
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+from peak import peak_mb
 
 source, output, group = sys.argv[1:]
 quantizer = MatMulNBitsQuantizer(

@@ -42,7 +42,9 @@ def test_help_is_an_answer(qgraph: Command, arguments: tuple[str, ...]) -> None:
 def test_no_command_is_wrong_usage_and_names_them(qgraph: Command) -> None:
     ran = qgraph()
     assert (ran.status, ran.out) == (2, "")
-    assert ran.err == ("error: no command given: optimize, explain or demo\n  try: qgraph --help\n")
+    assert ran.err == (
+        "error: no command given: optimize, explain, compare or demo\n  try: qgraph --help\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_close_meanings_lie_close() -> None:
     ort = pytest.importorskip("onnxruntime")
     texts = [
         "The museum is closed on Mondays.",
-        "You cannot visit the gallery at the start of the week.",
+        "On Mondays the museum does not open.",
         "Copper conducts heat better than steel.",
     ]
     feeds = minilm.encode(minilm.tokenizer(), texts)

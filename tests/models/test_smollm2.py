@@ -11,7 +11,7 @@ from qgraph.errors import InputError
 from qgraph.models import smollm2
 
 PROMPT = [504, 3575, 282, 4649, 314]  # "The capital of France is"
-# Greedy, as llama.cpp's file of these weights continues: " Paris.\n\nThe answer"
+# Greedy: " Paris.\n\nThe answer"
 CONTINUATION = [7042, 30, 198, 198, 504, 2988]
 
 

@@ -116,10 +116,12 @@ def test_any_batch_and_length(built: dict[tuple[str, str], Path], ids: NDArray[n
 def test_held_out_bits_per_byte(built: dict[tuple[str, str], Path]) -> None:
     assert tiny.facts()["held_out_bits_per_byte"] <= 2.2
     ids = tiny.batches("eval", 257, 100)
-    found = {case: tiny.bits_per_byte(run(path, ids), ids) for case, path in built.items()}
+    found = tiny.bits_per_byte(run(built["float32", "default"], ids), ids)
     # A tenth of the text: samples of it spread by 0.05, Python 3.13's library costs 0.06 more.
-    assert 1.5 < min(found.values()) and max(found.values()) <= 2.3
-    assert max(found.values()) - min(found.values()) < 0.001
+    assert 1.5 < found <= 2.3
+    few = ids[::10]
+    of_each = [tiny.bits_per_byte(run(path, few), few) for path in built.values()]
+    assert max(of_each) - min(of_each) < 0.001
 
 
 def test_variants_are_what_they_say(built: dict[tuple[str, str], Path]) -> None:
