@@ -15,6 +15,7 @@ from qgraph.plan import Decision
 from qgraph.quant_tensor import QuantTensor
 from qgraph.report import Outcome, Step
 from qgraph.rewrite import Rewriter
+from qgraph.scopes import nodes
 from qgraph.sites import Refusal, Site
 
 
@@ -33,6 +34,8 @@ class AdoptQdq(Pass):
 
     def run(self, graph: Graph, context: Context) -> list[Step]:
         """Adopt each planned site; sites that read the same codes alike share one source."""
+        if not any("Dequantize" in node.op_type for node in nodes(graph.model.graph)):
+            return []
         rewriter = Rewriter(graph.model)
         writer = DequantizeWriter(rewriter)
         sources: dict[Hashable, AdoptedSource] = {}

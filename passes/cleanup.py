@@ -10,7 +10,8 @@ import onnx_ir as ir
 from qgraph.graph import Graph
 from qgraph.passes.base import Context, Pass
 from qgraph.report import Step
-from qgraph.rewrite import drop_constant, graphs
+from qgraph.rewrite import drop_constant
+from qgraph.scopes import nodes, scopes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +27,14 @@ class Cleanup(Pass):
     def run(self, graph: Graph, context: Context) -> list[Step]:
         """Remove dead nodes (last reader first), then constants, functions and imports."""
         model = graph.model
-        for scope in [*model.graph.subgraphs(), model.graph]:
+        for scope in reversed(scopes(model.graph)):
             for node in reversed(list(scope)):
                 if not any(output.uses() or output.is_graph_output() for output in node.outputs):
                     inputs = [value for value in node.inputs if value is not None]
                     scope.remove(node, safe=True)
                     for value in inputs:
                         drop_constant(value)
-        for scope in graphs(model):
+        for scope in scopes(model.graph):
             for value in list(scope.initializers.values()):
                 drop_constant(value)
         _drop_functions(model)
@@ -42,7 +43,7 @@ class Cleanup(Pass):
 
 def _drop_functions(model: ir.Model) -> None:
     """Functions that nothing calls, and the imports of domains that nothing is in."""
-    pending = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    pending = list(nodes(model.graph))
     used, called = {""}, set[ir.OperatorIdentifier]()
     while pending:
         node = pending.pop()
@@ -50,7 +51,7 @@ def _drop_functions(model: ir.Model) -> None:
         function = model.functions.get(node.op_identifier())
         if function is not None and function.identifier() not in called:
             called.add(function.identifier())
-            pending += ir.traversal.RecursiveGraphIterator(function)
+            pending += nodes(function.graph)
     for identifier in [item for item in model.functions if item not in called]:
         del model.functions[identifier]
     for domain in [item for item in model.opset_imports if item not in used]:

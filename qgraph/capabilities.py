@@ -22,6 +22,7 @@ class KernelRule:
     blocks: block sizes along K; empty means any.
     slow: an order of magnitude slower than float; taken only by a query that allows it.
     remark: the reason code that a site of this kernel carries, where it works at a cost.
+    self_test: measures on this machine whether the kernel honours (level, bits, block, dtype).
     """
 
     op: str
@@ -38,6 +39,16 @@ class KernelRule:
     origin: Origin = "installed"
     note: str = ""
     remark: str | None = None
+    self_test: Callable[[int, int, int, str], bool] | None = dataclasses.field(
+        default=None, compare=False, repr=False
+    )
+
+    def has_level(self, query: Query) -> bool:
+        """Whether the kernel honours the query's accuracy level."""
+        if query.level not in self.levels:
+            return False
+        tested = self.self_test is None or query.level == 0
+        return tested or self.self_test(query.level, query.bits, query.block, query.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +124,7 @@ _CRITERIA: tuple[tuple[str, _Takes, _Refusal], ...] = (
     ),
     (
         "LEVEL_UNSUPPORTED",
-        lambda rule, query: query.level in rule.levels,
+        lambda rule, query: rule.has_level(query),
         lambda rules, query: (
             f"has no accuracy level {query.level} at {query.bits} bits, block {query.block}"
         ),

@@ -16,16 +16,24 @@ FLOATS = frozenset(
 )
 
 
-def open_array(tensor: ir.TensorProtocol) -> Array:
+READ_BYTES = 8_000_000
+"""Tensors up to this size are read: one system call is cheaper than many page faults."""
+
+
+def open_array(tensor: ir.TensorProtocol, whole: bool = False) -> Array:
     """The tensor as an array that maps its file only as long as the array lives.
 
     `ir.ExternalTensor.numpy()` maps the whole file and keeps every page it touched until
     `release()`; a fresh mapping per block of rows gives the pages back with the block.
+
+    whole: most of it is wanted at once; a small tensor is then read, not mapped.
     """
     if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.bitwidth < 8 or not tensor.size:
         return tensor.numpy()
     dtype = tensor.dtype.numpy().newbyteorder("<")
-    return _mapped(tensor).view(dtype).reshape(tensor.shape.numpy())
+    read = whole and tensor.nbytes <= READ_BYTES
+    data = _read(tensor) if read else _mapped(tensor)
+    return data.view(dtype).reshape(tensor.shape.numpy())
 
 
 def open_bytes(tensor: ir.TensorProtocol) -> Array:
@@ -35,13 +43,21 @@ def open_bytes(tensor: ir.TensorProtocol) -> Array:
     return _mapped(tensor)
 
 
+def _read(tensor: ir.ExternalTensor) -> Array:
+    data = np.empty(tensor.nbytes, np.uint8)
+    with open(tensor.path, "rb", buffering=0) as file:
+        file.seek(tensor.offset or 0)
+        if file.readinto(data.data) != tensor.nbytes:
+            return _mapped(tensor)
+    return data
+
+
 def _mapped(tensor: ir.ExternalTensor) -> Array:
     offset = tensor.offset or 0
     start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    with open(tensor.path, "rb") as file:
-        mapped = mmap.mmap(
-            file.fileno(), offset - start + tensor.nbytes, access=mmap.ACCESS_READ, offset=start
-        )
+    with open(tensor.path, "rb", buffering=0) as file:
+        length = offset - start + tensor.nbytes
+        mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=start)
     return np.frombuffer(mapped, np.uint8, tensor.nbytes, offset - start)
 
 

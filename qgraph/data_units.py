@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,7 +32,11 @@ COPY_BYTES = 1_000_000
 THREADS = max(2, min(4, os.cpu_count() or 2))
 
 Digests: TypeAlias = dict[int, bytes]
-"""Offset in the data file → SHA-256 of the run of bytes written there."""
+"""Offset in the data file → CRC-32 of the run of bytes written there.
+
+The name of a data file tells contents apart, it proves nothing: a checksum that is three times as
+fast as SHA-256 will do.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +129,7 @@ class Memory(Unit):
 
 
 def fill(plan: Plan, file: OutFile, progress: Callable[[int, int], None] | None) -> bytes:
-    """Write every slot; returns the SHA-256 over the digests of all runs, in file order.
+    """Write every slot; returns the SHA-256 over the checksums of all runs, in file order.
 
     `progress` is called on this thread with the bytes read so far and in all. A source is
     released as soon as its last unit is done. After an error, or Ctrl-C, no thread runs on.
@@ -198,4 +203,4 @@ def _put(slot: Slot, file: OutFile, start: int, data: Array | bytes | memoryview
     stored = slot.put(file, start, data)
     if slot.inline is not None:
         return {}
-    return {slot.extent.offset + start: hashlib.sha256(stored).digest()}
+    return {slot.extent.offset + start: zlib.crc32(stored).to_bytes(4, "big")}

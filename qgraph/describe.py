@@ -17,6 +17,7 @@ from qgraph.graph import Graph
 from qgraph.plan import PORTABLE, Decision, make_plan, query_of, spell_kernel
 from qgraph.recipe import Recipe
 from qgraph.report import REASONS
+from qgraph.scopes import nodes
 from qgraph.sites import Site
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def describe(graph: Graph, capabilities: Capabilities, metadata: Mapping[str, An
     mine = {id(site.node) for site in sites}
     others = Counter(
         f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-        for node in ir.traversal.RecursiveGraphIterator(graph.model.graph)
+        for node in nodes(graph.model.graph)
         if id(node) not in mine
     )
     return Explanation(

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from qgraph.errors import InputError
@@ -36,6 +37,7 @@ class OutFile:
         except OSError as error:
             raise disk_error(error, self.path, 0) from error
         self._open = True
+        self._syncing: Future[None] | None = None
 
     def allocate(self, size: int) -> None:
         """Reserve `size` bytes, so that a full disk is noticed before hours of work."""
@@ -63,10 +65,19 @@ class OutFile:
         except OSError as error:
             raise disk_error(error, self.path, max(self.size, offset + len(rest))) from error
 
+    def start_sync(self) -> None:
+        """Begin to bring the data to the disk; other work can go on meanwhile."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="qgraph-sync")
+        self._syncing = pool.submit(os.fsync, self.fd)
+        pool.shutdown(wait=False)
+
     def sync(self) -> None:
         """Wait until the data is on the disk."""
         try:
-            os.fsync(self.fd)
+            if self._syncing is not None:
+                self._syncing.result()
+            else:
+                os.fsync(self.fd)
         except OSError as error:
             raise disk_error(error, self.path, self.size) from error
 
@@ -87,6 +98,8 @@ class OutFile:
 
     def _close(self) -> None:
         if self._open:
+            if self._syncing is not None:
+                wait([self._syncing])
             self._open = False
             os.close(self.fd)
 

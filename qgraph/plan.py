@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -175,6 +175,7 @@ def _with_costs(
     by_key: dict[Hashable, list[Decision]] = {}
     for decision in decisions:
         by_key.setdefault(keys[decision.site], []).append(decision)
+    on_the_way = {id(node) for other in sites for node in (*other.chain, other.node)}
     kept = [site for decision, site in zip(decisions, sites, strict=True) if not decision.quantized]
     found = []
     for decision, site in zip(decisions, sites, strict=True):
@@ -184,7 +185,7 @@ def _with_costs(
         same = by_key[keys[decision.site]]
         floats = [other.name for other in kept if other.weight and _reads_root_of(other, site)]
         floats += [other.site for other in same if other.format is None]
-        floats += [] if floats else _other_readers(site, sites)
+        floats += [] if floats else _other_readers(site, on_the_way)
         formats = sorted({other.format for other in same if other.format is not None})
         if floats:
             size = planner.stored_bytes(site) / 1e6
@@ -211,11 +212,10 @@ def _reads_root_of(other: Site, site: Site) -> bool:
     return other.weight.root is site.weight.root
 
 
-def _other_readers(site: Site, sites: Sequence[Site]) -> list[str]:
+def _other_readers(site: Site, on_the_way: Collection[int]) -> list[str]:
     """Who reads the weight's root, or a value on the way from it, and is no site."""
     assert site.weight is not None
     root = site.weight.root
-    on_the_way = {id(node) for other in sites for node in (*other.chain, other.node)}
     values = [root, *(node.outputs[0] for node in site.chain)]
     readers = [
         use.node.name or "" for v in values for use in v.uses() if id(use.node) not in on_the_way

@@ -6,12 +6,13 @@ what nobody reads any more goes away with its constants.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from qgraph.errors import GraphError
+from qgraph.scopes import scopes
 
 
 class Rewriter:
@@ -132,22 +133,10 @@ def drop_constant(value: ir.Value) -> None:
 
 
 def _all_names(model: ir.Model) -> Iterable[str]:
-    for graph in graphs(model):
+    for graph in scopes(model.graph):
         yield from (value.name for value in graph.inputs if value.name)
         yield from graph.initializers
         for node in graph:
             if node.name:
                 yield node.name
             yield from (value.name for value in node.outputs if value.name)
-
-
-def graphs(model: ir.Model) -> Iterable[ir.Graph]:
-    """The main graph and every body in it."""
-    yield model.graph
-    yield from model.graph.subgraphs()
-
-
-def walk(model: ir.Model, visit: Callable[[ir.Node], None]) -> None:
-    """Call `visit` for each node of the main graph and its bodies, in order."""
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        visit(node)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import onnx_ir as ir
 
 
@@ -25,3 +27,11 @@ def scopes(graph: ir.Graph) -> list[ir.Graph]:
         for body in bodies(node):
             found.extend(scopes(body))
     return found
+
+
+def nodes(graph: ir.Graph) -> Iterator[ir.Node]:
+    """Every node of `graph`, each followed by those of its bodies, at any depth."""
+    for node in graph:
+        yield node
+        for body in bodies(node):
+            yield from nodes(body)

@@ -18,6 +18,7 @@ from qgraph.capabilities import GATHER_BLOCK_QUANTIZED, MATMUL_NBITS
 from qgraph.constants import FLOATS, open_array
 from qgraph.errors import GraphError
 from qgraph.formats.base import Array
+from qgraph.scopes import nodes
 from qgraph.view import NotAView, View, is_view_op, trace
 
 Role = Literal["linear", "head", "embedding"]
@@ -79,7 +80,8 @@ class Weight:
 
     def rows(self, start: int, stop: int) -> Array:
         """Rows `start:stop` of `[n, k]` as contiguous float32 (a mapped view where possible)."""
-        shown = self.view.shape_of(open_array(self.tensor))[start:stop]
+        whole = 2 * (stop - start) >= self.n
+        shown = self.view.shape_of(open_array(self.tensor, whole))[start:stop]
         return self.view.to_float(_row_major(shown))
 
 
@@ -146,7 +148,7 @@ class Site:
 def find_sites(model: ir.Model) -> list[Site]:
     """All sites of the main graph and its bodies, in graph order."""
     found: list[Site] = []
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in nodes(model.graph):
         finder = _FINDERS.get((node.domain, node.op_type)) or _own_finder(node)
         site = finder(node) if finder else None
         if site is not None:

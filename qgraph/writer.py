@@ -20,7 +20,13 @@ from qgraph import serialize
 from qgraph.data_file import Extent, Plan
 from qgraph.data_units import fill
 from qgraph.errors import InputError
-from qgraph.model_tensors import all_graphs, all_tensors, remove_unread, replace_tensors
+from qgraph.model_tensors import (
+    all_graphs,
+    all_tensors,
+    has_unread,
+    remove_unread,
+    replaced_tensors,
+)
 from qgraph.out_file import OutFile
 from qgraph.saved_file import check_output, data_files, remove_abandoned, remove_data
 
@@ -103,7 +109,7 @@ class Save:
             self._data = OutFile(self.output.parent, f"{self.stem}.data")
             self._data.allocate(plan.size)
             self._digest = fill(plan, self._data, self.progress)
-            self._data.sync()
+            self._data.start_sync()
         except BaseException:
             self.abort()
             raise
@@ -166,7 +172,9 @@ class Save:
         return self._plan, self._data
 
     def _written(self) -> ir.Model:
-        """The part of the model that is saved, tensors shared with it."""
+        """The part of the model that is saved: itself, where nothing in it is unread."""
+        if not has_unread(self.model):
+            return self.model
         written = self.model.clone()
         remove_unread(written)
         return written
@@ -214,6 +222,7 @@ class Save:
         if final is None or final.exists():
             data.discard()  # all is inside, or the same content has this name already
         else:
+            data.sync()
             self._new_data = final
             data.rename(final)
         return new
@@ -237,13 +246,13 @@ class Save:
                 return plan.loaded(tensor, name, data.path)
             return plan.stored(tensor, name, folder, location)
 
-        replace_tensors(written, stored)
-        pieces = serialize.with_data_inside(written) if inside else serialize.alone(written)
-        if inside:
-            _check_single_file(serialize.size(pieces), self.output)
-        self._onnx = new = OutFile(folder, self.output.name)
-        new.allocate(serialize.size(pieces))
-        serialize.write(pieces, data.path, new)
+        with replaced_tensors(written, stored):
+            pieces = serialize.with_data_inside(written) if inside else serialize.alone(written)
+            if inside:
+                _check_single_file(serialize.size(pieces), self.output)
+            self._onnx = new = OutFile(folder, self.output.name)
+            new.allocate(serialize.size(pieces))
+            serialize.write(pieces, data.path, new)
         return new
 
 

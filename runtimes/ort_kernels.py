@@ -126,27 +126,20 @@ def _names(kernel: Any, dtype: str) -> bool:
 
 
 def _self_tested(rule: KernelRule) -> list[KernelRule]:
-    """`rule`, level 4 only for the types and blocks for which it is real on this processor."""
+    """`rule` by type; level 4 is taken only where it is real on this processor."""
     if 4 not in rule.levels or rule.op != MATMUL_NBITS:
         return [rule]
     result = []
     for dtype in rule.dtypes:
-        each = dataclasses.replace(rule, dtypes=(dtype,))
+        each = dataclasses.replace(rule, dtypes=(dtype,), self_test=_level_is_real)
         if dtype == "float16":
             each = dataclasses.replace(each, note=_F16, remark="FP32_FALLBACK_KERNEL")
-        real = {b for b in rule.blocks if all(level_is_real(n, b, dtype) for n in rule.bits)}
-        result += _split(each, tuple(b for b in rule.blocks if b in real))
+        result.append(each)
     return result
 
 
-def _split(rule: KernelRule, real: tuple[int, ...]) -> list[KernelRule]:
-    """`rule` with level 4 for the blocks `real` and without it for the others."""
-    others = tuple(block for block in rule.blocks if block not in real)
-    lower = tuple(level for level in rule.levels if level != 4)
-    result = [dataclasses.replace(rule, blocks=real)] if real else []
-    if others and lower:
-        result.append(dataclasses.replace(rule, blocks=others, levels=lower))
-    return result
+def _level_is_real(level: int, bits: int, block: int, dtype: str) -> bool:
+    return level != 4 or level_is_real(bits, block, dtype)
 
 
 @functools.cache

@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
@@ -55,7 +55,7 @@ class PartSpec:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
