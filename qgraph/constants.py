@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,22 +17,23 @@ FLOATS = frozenset(
 )
 
 
-READ_BYTES = 8_000_000
-"""Tensors up to this size are read: one system call is cheaper than many page faults."""
+SCRATCH_BYTES = 8_000_000
+_local = threading.local()
 
 
-def open_array(tensor: ir.TensorProtocol, whole: bool = False) -> Array:
+def open_array(tensor: ir.TensorProtocol, scratch: bool = False) -> Array:
     """The tensor as an array that maps its file only as long as the array lives.
 
     `ir.ExternalTensor.numpy()` maps the whole file and keeps every page it touched until
     `release()`; a fresh mapping per block of rows gives the pages back with the block.
 
-    whole: most of it is wanted at once; a small tensor is then read, not mapped.
+    scratch: read a small tensor into this thread's buffer instead; the array is then good until
+        the next such read. One system call into warm memory is cheaper than many page faults.
     """
     if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.bitwidth < 8 or not tensor.size:
         return tensor.numpy()
     dtype = tensor.dtype.numpy().newbyteorder("<")
-    read = whole and tensor.nbytes <= READ_BYTES
+    read = scratch and tensor.nbytes <= SCRATCH_BYTES
     data = _read(tensor) if read else _mapped(tensor)
     return data.view(dtype).reshape(tensor.shape.numpy())
 
@@ -44,7 +46,9 @@ def open_bytes(tensor: ir.TensorProtocol) -> Array:
 
 
 def _read(tensor: ir.ExternalTensor) -> Array:
-    data = np.empty(tensor.nbytes, np.uint8)
+    if not hasattr(_local, "scratch"):
+        _local.scratch = np.empty(SCRATCH_BYTES, np.uint8)
+    data: Array = _local.scratch[: tensor.nbytes]
     with open(tensor.path, "rb", buffering=0) as file:
         file.seek(tensor.offset or 0)
         if file.readinto(data.data) != tensor.nbytes:

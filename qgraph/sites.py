@@ -8,6 +8,7 @@ it cannot be reached the site carries the reason, so that nothing is skipped in 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Literal
 
@@ -80,9 +81,15 @@ class Weight:
 
     def rows(self, start: int, stop: int) -> Array:
         """Rows `start:stop` of `[n, k]` as contiguous float32 (a mapped view where possible)."""
-        whole = 2 * (stop - start) >= self.n
-        shown = self.view.shape_of(open_array(self.tensor, whole))[start:stop]
+        # A transposed weight is copied in any case, so that its bytes need not outlive the call.
+        scratch = self._is_turned and 2 * (stop - start) >= self.n
+        shown = self.view.shape_of(open_array(self.tensor, scratch))[start:stop]
         return self.view.to_float(_row_major(shown))
+
+    @functools.cached_property
+    def _is_turned(self) -> bool:
+        shown = self.view.shape_of(np.empty(self.dims, np.uint8))
+        return not shown.flags.c_contiguous and shown.strides[0] < shown.strides[1]
 
 
 def _row_major(shown: Array, tile: int = 16) -> Array:

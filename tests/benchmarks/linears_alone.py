@@ -17,6 +17,7 @@ from qgraph import registry
 
 for name in registry.names("pass"):
     registry.load("pass", name)  # imports are not part of the measurement
+registry.load("target", "ort-cpu").capabilities()
 source, output, group = sys.argv[1:]
 graph = qgraph.capture(source)
 since = time.perf_counter()

@@ -34,6 +34,13 @@ HERE = Path(__file__).parent
 PROMPT = "The capital of France is"
 
 
+def fresh(output: Path) -> Path:
+    """`output`, with what an earlier round wrote there removed: both sides write new files."""
+    for path in output.parent.glob(f"{output.stem}*"):
+        path.unlink()
+    return output
+
+
 def run(command: list[str]) -> dict[str, Any]:
     """Wall seconds of one process, and its last line of output, where that is JSON."""
     since = time.perf_counter()
@@ -71,12 +78,13 @@ def compare(
 
 def peer(source: Path, output: Path, group: int) -> list[str]:
     """ONNX Runtime's own quantizer as a process of its own."""
-    return [sys.executable, str(HERE / "peer_onnxruntime.py"), str(source), str(output), str(group)]
+    script = str(HERE / "peer_onnxruntime.py")
+    return [sys.executable, script, str(source), str(fresh(output)), str(group)]
 
 
 def command(source: Path, output: Path, group: int, *more: str) -> dict[str, Any]:
     """The whole `qgraph optimize` command: its seconds and peak resident MB."""
-    report = output.with_suffix(".json")
+    report = fresh(output).with_suffix(".json")
     options = ["--int4-groups", str(group), "-o", str(output), "--force", "--quiet", *more]
     found = run(
         [sys.executable, "-m", "qgraph", "optimize", str(source), *options, "--report", str(report)]
@@ -89,7 +97,7 @@ def linears_alone(source: Path, folder: Path, group: int, rounds: int) -> dict[s
     """The same 210 linears on both sides, imports and reading the model excluded."""
     script = [sys.executable, str(HERE / "linears_alone.py"), str(source)]
     return compare(
-        lambda: run([*script, str(folder / "ours.onnx"), str(group)]),
+        lambda: run([*script, str(fresh(folder / "ours.onnx")), str(group)]),
         lambda: run(peer(source, folder / "theirs.onnx", group)),
         rounds,
         "work_seconds",
