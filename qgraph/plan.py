@@ -260,8 +260,9 @@ def _parse_with(text: str, group: int | None) -> Format:
 def dividing_group(k: int, group: int) -> int:
     """The largest group up to `group` that divides `k`, so that no kernel pads its last block.
 
-    Groups below 32 cost more than the padding; then `group` stays. On SmolLM2 (K = 576) groups
-    of 128 are padded to 640 columns: the file is larger than with groups of 64, and less exact.
+    For formats that are chosen here (`auto`): on SmolLM2 (K = 576) groups of 128 are padded to
+    640 columns, and the file is larger than with groups of 64, and less exact. Groups below 32
+    cost more than the padding; then `group` stays, as it does where the user names the format.
     """
     candidate = group
     while candidate >= SMALLEST_AUTO_GROUP:
@@ -310,7 +311,24 @@ class _Planner:
         wanted = self._wanted(site)
         if wanted is None:
             return dataclasses.replace(decision, reason="EXCLUDED", detail="float was asked for")
-        return self._with_format(decision, site, *wanted)
+        fmt, solver = wanted
+        fitted = self._fitted(fmt, site)
+        decision = self._with_format(decision, site, fitted, solver)
+        if decision.quantized and decision.reason is None and fitted != fmt and self.recipe.group:
+            detail = f"groups of {fitted.group}: {fmt.group} does not divide K = {site.k}"
+            return dataclasses.replace(decision, reason="GROUP_ADJUSTED", detail=detail)
+        return decision
+
+    def _fitted(self, fmt: Format, site: Site) -> Format:
+        """`fmt` with a group that divides the row, where the format was left to this plan."""
+        table = self.keys[site.name] in self.tables
+        auto = (self.recipe.embedding if table else self.recipe.format) == "auto"
+        own = fmt == (self.embedding if table else self.default)
+        return (
+            dataclasses.replace(fmt, group=dividing_group(site.k, fmt.group))
+            if auto and own
+            else fmt
+        )
 
     def _adopted(self, decision: Decision, site: Site) -> Decision:
         source = self.adopted[site.name]
@@ -405,10 +423,6 @@ class _Planner:
         """Format and solver: the last override that names the site, else the recipe's."""
         table = self.keys[site.name] in self.tables
         fmt = self.embedding if table else self.default
-        recipe = self.recipe
-        chosen = recipe.embedding == "auto" if table else recipe.group is None
-        if fmt is not None and chosen and (table or recipe.format == "auto"):
-            fmt = dataclasses.replace(fmt, group=dividing_group(site.k, fmt.group))
         solver = self.recipe.solver
         for item in self.recipe.overrides:
             if Selector(item.selector).matches(site, self.layers):

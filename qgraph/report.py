@@ -64,6 +64,12 @@ _REASONS = (
         "choose a group that divides K, or a target that pads (ort-cpu)",
     ),
     Reason(
+        "GROUP_ADJUSTED",
+        "the group asked for does not divide the row, and the best 4-bit format was left to "
+        "qgraph: a smaller group that divides it makes a smaller file, and a more exact one",
+        "to have the group as it is, padded, name the format: --format uint4 --group N",
+    ),
+    Reason(
         "BLOCK_UNSUPPORTED",
         "the kernel does not take this block size",
         "choose a group of 16, 32, 64, 128 or 256, or `row`",

@@ -349,3 +349,15 @@ def test_the_plan_tells_the_kernel_that_was_taken_in_the_end(
     _faulty(monkeypatch, lambda a: a["accuracy_level"] == 4)
     result = qgraph.optimize(decoder(tmp_path), tmp_path / "o.onnx", **FORMAT)
     assert set(result.report.totals["kernels"]) == {"MatMulNBits bits=4 block=64 level=0"}
+
+
+def test_a_group_that_does_not_divide_the_row_is_adjusted_only_where_the_format_is_ours(
+    tmp_path: Path,
+) -> None:
+    source = decoder(tmp_path)  # K is 80 (up, head) and 160 (down); 32 divides 160 alone
+    auto = qgraph.optimize(source, group=128)
+    formats = {d.site: (d.format, d.reason) for d in auto.plan.decisions}
+    assert formats["layers.0.down"] == ("uint4:group=32", "GROUP_ADJUSTED")
+    assert formats["layers.0.up"] == ("uint4:group=128", None), "no group from 32 on divides 80"
+    named = qgraph.optimize(source, format="uint4", group=128)
+    assert {d.format for d in named.plan.decisions if d.role == "linear"} == {"uint4:group=128"}
