@@ -461,15 +461,16 @@ def _origin(value: ir.Value | None, limit: int = 256) -> _Origin:
 
 
 def _with_heads(sites: list[Site], model: ir.Model) -> list[Site]:
-    """Call the widest linear a head if its result reaches an output through small ops."""
+    """Call a linear a head if its result reaches an output, and it is the widest or tied."""
     outputs = {id(value) for value in model.graph.outputs}
     widest = max((s.n for s in sites if s.role == "linear"), default=0)
-    return [
-        dataclasses.replace(site, role="head")
-        if site.role == "linear" and site.n == widest and _reaches(site.node, outputs)
-        else site
-        for site in sites
-    ]
+    tables = {s.weight_name for s in sites if s.role == "embedding"}
+
+    def is_head(site: Site) -> bool:
+        vocabulary = site.n == widest or site.weight_name in tables
+        return site.role == "linear" and vocabulary and _reaches(site.node, outputs)
+
+    return [dataclasses.replace(s, role="head") if is_head(s) else s for s in sites]
 
 
 _AFTER_HEAD = frozenset(
