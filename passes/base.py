@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import onnx_ir as ir
 
+from qgraph.calibration import Calibration
 from qgraph.capabilities import Capabilities, Query
 from qgraph.formats.base import PARTS, Layout, Part
 from qgraph.graph import Graph
@@ -26,13 +27,16 @@ class Context:
     """What a pass may know besides the graph.
 
     banned: kernels that a numeric check has found wrong on this machine.
-    floats: sites that must stay in float after a check, with the reason code.
+    calibration: data for the solvers that measure activations.
+    solved: what a solver found, by site; it stays when the passes have to run again.
     """
 
     plan: QuantPlan
     capabilities: Capabilities
     banned: frozenset[Query] = frozenset()
     progress: Callable[[int], None] | None = None
+    calibration: Calibration | None = None
+    solved: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

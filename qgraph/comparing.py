@@ -5,29 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from qgraph import registry
 from qgraph.comparison import Comparison
-from qgraph.errors import InputError
-from qgraph.feeding import as_samples
 from qgraph.graph import Graph
 from qgraph.paired import Pair
 from qgraph.progress import Progress, Silent
+from qgraph.samples import Data, given_samples
 from qgraph.scoring import Scoring
 from qgraph.site_errors import with_sites
-from qgraph.text import Sample, read_samples, token_blocks
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
 
 Source = str | os.PathLike[str] | ir.Model | Graph
-Data = str | os.PathLike[str] | NDArray[Any] | Iterable[Any]
 
 
 def compare(
@@ -68,7 +63,7 @@ def compare(
         MissingExtra: the runtime, or the package tokenizers, is not installed.
     """
     steps = progress or Silent()
-    given = _samples(data, text, tokenizer, samples, sequence)
+    given = given_samples(data, text, tokenizer, samples, sequence)
     runtime: Runtime = registry.load("target", target)
     steps.stage("loading the models")
     pair = Pair(runtime, _title(reference), _title(candidate), _model(reference), _model(candidate))
@@ -88,40 +83,6 @@ def compare(
         note = f"the text has {given.expected} blocks of {sequence} tokens, not {samples}"
         found = dataclasses.replace(found, notes=(note, *found.notes))
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Given:
-    """Samples, how many there are (where known), and the tokenizer's vocabulary (0: none)."""
-
-    samples: Iterable[Sample]
-    expected: int | None = None
-    vocabulary: int = 0
-
-
-def _samples(
-    data: Data | None,
-    text: str | os.PathLike[str] | None,
-    tokenizer: str | os.PathLike[str] | None,
-    samples: int,
-    sequence: int,
-) -> _Given:
-    if (data is None) == (text is None):
-        raise InputError("wanted either a text with its tokenizer, or data: one of the two")
-    if samples < 1 or sequence < 2:
-        raise InputError(
-            f"{samples} samples of {sequence} tokens: wanted at least 1 sample of 2 tokens"
-        )
-    if text is not None:
-        if tokenizer is None:
-            raise InputError("a text needs its tokenizer: name the model's tokenizer.json")
-        ids, known = token_blocks(Path(text), Path(tokenizer), sequence=sequence, samples=samples)
-        return _Given(as_samples(ids), len(ids), known)
-    if tokenizer is not None:
-        raise InputError("data is not tokenized: a tokenizer goes with a text")
-    if isinstance(data, str | os.PathLike):
-        return _Given(read_samples(Path(data), samples))
-    return _Given(as_samples(data))
 
 
 def _model(source: Source) -> Path | ir.Model:

@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from qgraph import registry
 from qgraph._version import __version__
+from qgraph.calibration import Calibration, CalibrationData
 from qgraph.capabilities import Capabilities, Query
 from qgraph.errors import CoverageError, InputError, MissingExtra, NumericError
 from qgraph.formats.base import parse
@@ -27,6 +28,7 @@ from qgraph.plan import PORTABLE, Decision, QuantPlan, make_plan, query_of, requ
 from qgraph.progress import Progress, Silent
 from qgraph.recipe import Override, Recipe
 from qgraph.report import SCHEMA, Report, Step
+from qgraph.samples import Data
 
 if TYPE_CHECKING:
     from qgraph.check import SiteCheck
@@ -109,6 +111,10 @@ def optimize(
     options: Mapping[str, str] | None = None,
     embedding: str | None = None,
     accuracy_level: str | None = None,
+    calibrate: Data | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    samples: int = 64,
+    sequence: int = 512,
     unfused: str | None = None,
     target: str = "ort-cpu",
     check: bool = True,
@@ -126,6 +132,9 @@ def optimize(
         model: a path, a graph or an `ir.Model`; never changed.
         output: the .onnx to write; None writes nothing (the graph of the result can be saved).
         recipe: what to do; the keywords after it change single fields of it.
+        calibrate: data for solvers that need it (`gptq`): a text file with its `tokenizer`, a
+            .npz or .jsonl file, token ids `[samples, T]`, or an iterable of feeds; at most
+            `samples` of them, text in blocks of `sequence` tokens.
         target: what will run the model: `ort-cpu`, `ort-cuda` or `qdq`.
         check: run each kernel in use on the written bytes before the model is called good.
         strict: a kernel outside its bound is an error; otherwise the next kernel is taken.
@@ -153,7 +162,13 @@ def optimize(
     asked = dataclasses.replace(
         recipe or Recipe(), **{key: value for key, value in given.items() if value is not None}
     )
-    run = _Run(asked, target, progress or Silent(), strict, min_coverage, check, dry_run)
+    data = None
+    if calibrate is not None:
+        path = Path(tokenizer) if tokenizer is not None else None
+        data = CalibrationData(calibrate, path, samples, sequence)
+    elif tokenizer is not None:
+        raise InputError("a tokenizer goes with a calibration text: give --calibrate FILE too")
+    run = _Run(asked, target, progress or Silent(), strict, min_coverage, check, dry_run, data)
     with _quiet_collector():
         return run.optimize(
             model,
@@ -235,16 +250,19 @@ class _Run:
         min_coverage: float,
         check: bool,
         dry_run: bool = False,
+        data: CalibrationData | None = None,
     ) -> None:
         require_known_options(recipe)
         self.recipe, self.target, self.progress = recipe, target, progress
         self.strict, self.min_coverage, self.check = strict, min_coverage, check
-        self.dry_run = dry_run
+        self.dry_run, self.data = dry_run, data
         self.runtime: Runtime = registry.load("target", target)
         self.report = Report({"target": target, "recipe": recipe.to_json(), "check": check})
         self.seconds: dict[str, float] = {}
         self.banned: frozenset[Query] = frozenset()
         self.changed: list[Step] = []
+        self.calibration: Calibration | None = None
+        self.solved: dict[str, Any] = {}
         self._stage = ("", time.perf_counter())
 
     def optimize(
@@ -272,10 +290,23 @@ class _Run:
         plan = make_plan(graph.sites(), self.recipe, capabilities)
         self.progress.finish(plan.coverage.line("to quantize"))
         self._gate(plan)
+        if self.data is not None and not self.dry_run:
+            self._calibrate(graph)
+        if self.dry_run:
+            # Refusals of the lowering show with any codes; solvers have no data here.
+            lowered, checked = self._lower(graph, plan.solved_by("rtn"), capabilities)
+            return self._result(lowered, checked.with_solvers_of(plan), [], before, report)
         if output is None:
             lowered, plan = self._lower(graph, plan, capabilities)
             return self._result(lowered, plan, [], before, report)
         return self._write(graph, plan, capabilities, output, single_file, force, before, report)
+
+    def _calibrate(self, graph: Graph) -> None:
+        assert self.data is not None
+        self._start("calibration data")
+        model = graph.source if graph.source is not None else graph.model
+        self.calibration = self.data.load(self.runtime, model)
+        self.progress.finish(f"{self.calibration.tokens} tokens")
 
     def _capabilities(self, output: Path | None) -> Capabilities:
         capabilities = self.runtime.capabilities()
@@ -310,11 +341,18 @@ class _Run:
         lowerings = list(_LOWERINGS[self.target])
         if self.recipe.unfused == PORTABLE and self.target != "qdq":
             lowerings.append("lower_portable")
-        names = ["adopt_qdq", f"quantize_{self.recipe.solver}", *lowerings, "cleanup"]
         while True:
+            names = ["adopt_qdq", *_solvers(plan), *lowerings, "cleanup"]
             self.report.steps[:] = self.changed
             lowered = graph.clone()
-            context = Context(plan, capabilities, self.banned)
+            context = Context(
+                plan,
+                capabilities,
+                self.banned,
+                progress=self.progress.advance,
+                calibration=self.calibration,
+                solved=self.solved,
+            )
             for name in names:
                 lowered.verify()
                 self.report.extend(_pass(name, self.recipe).run(lowered, context))
@@ -463,6 +501,13 @@ class _Run:
             self.progress.stage(name, total)
         else:
             self.progress.finish()
+
+
+def _solvers(plan: QuantPlan) -> list[str]:
+    """The passes that the plan's solvers are; rounding, which needs nothing, last."""
+    wanted = {item.solver for item in plan.decisions if item.quantized}
+    known = [name for name in registry.names("solver") if name in wanted or name == "rtn"]
+    return [f"quantize_{name}" for name in sorted(known, key=lambda name: name == "rtn")]
 
 
 _NOTHING = Decision("", "", "", "", 0, 0)

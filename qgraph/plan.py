@@ -118,6 +118,26 @@ class QuantPlan:
         ]  # fmt: skip
         return dataclasses.replace(self, decisions=tuple(_owned(decisions)))
 
+    def solved_by(self, solver: str) -> QuantPlan:
+        """This plan with one solver for every weight that is to be solved."""
+        decisions = [
+            dataclasses.replace(item, solver=solver)
+            if item.quantized and item.solver not in (ADOPTED, KEPT)
+            else item
+            for item in self.decisions
+        ]
+        return dataclasses.replace(self, decisions=tuple(decisions))
+
+    def with_solvers_of(self, other: QuantPlan) -> QuantPlan:
+        """This plan with the solvers that `other` names for the sites quantized here."""
+        decisions = []
+        for item in self.decisions:
+            before = other.of(item.site)
+            if item.quantized and before is not None:
+                item = dataclasses.replace(item, solver=before.solver)
+            decisions.append(item)
+        return dataclasses.replace(self, decisions=tuple(decisions))
+
     def running(
         self, sites: Sequence[Site], failed: Mapping[str, tuple[str, str]] | None = None
     ) -> QuantPlan:
@@ -431,6 +451,8 @@ class _Planner:
                 elif item.format is not None:
                     fmt = _parse_with(item.format, self.recipe.group)
                 solver = item.solver or solver
+        if table:
+            solver = "rtn"  # gathered rows have no Hessian, and a tied head shares their blob
         return None if fmt is None else (fmt, solver)
 
 

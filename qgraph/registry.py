@@ -26,9 +26,11 @@ _ENTRIES: dict[Kind, dict[str, str]] = {
     },
     "solver": {
         "rtn": "qgraph.passes.quantize_rtn:QuantizeRtn",
+        "gptq": "qgraph.passes.quantize_gptq:QuantizeGptq",
     },
     "pass": {
         "adopt_qdq": "qgraph.passes.adopt_qdq:AdoptQdq",
+        "quantize_gptq": "qgraph.passes.quantize_gptq:QuantizeGptq",
         "quantize_rtn": "qgraph.passes.quantize_rtn:QuantizeRtn",
         "lower_matmul_nbits": "qgraph.passes.lower_matmul_nbits:LowerMatMulNBits",
         "lower_gather_block_quantized": (

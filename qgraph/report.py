@@ -172,6 +172,11 @@ _REASONS = (
         "give all sites of the weight one format",
     ),
     Reason(
+        "SOLVER_FELL_BACK",
+        "the solver could not better rounding to nearest here, so the weight is rounded",
+        "more, or more varied, calibration data; the step says why",
+    ),
+    Reason(
         "NO_FUSED_KERNEL",
         "no kernel of the target computes on the packed weight; it is dequantized block by block",
         "choose a format that the target has a kernel for",

@@ -99,6 +99,30 @@ Set = Annotated[
         help="Another format for some sites, or float; the last one that matches wins; repeatable.",
     ),
 ]
+Calibrate = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DATA",
+        rich_help_panel=_WHAT,
+        help="Data for the solver gptq: a text (with --tokenizer), a .npz or a .jsonl file.",
+    ),
+]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", rich_help_panel=_WHAT, help="The text's tokenizer.json."),
+]
+Samples = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=1, rich_help_panel=_WHAT, help="Calibration samples to use at most."
+    ),
+]
+Sequence = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=2, rich_help_panel=_WHAT, help="Tokens in a block of calibration text."
+    ),
+]
 Include = Annotated[
     list[str] | None,
     typer.Option(
@@ -204,6 +228,10 @@ def optimize(
     format_: FormatName = None,
     group: Group = None,
     solver: Solver = None,
+    calibrate: Calibrate = None,
+    tokenizer: Tokenizer = None,
+    samples: Samples = 64,
+    sequence: Sequence = 512,
     embedding: Embedding = None,
     option: Options = None,
     recipe: RecipeFile = None,
@@ -264,6 +292,10 @@ def optimize(
             single_file=single_file,
             force=force,
             report=report,
+            calibrate=calibrate,
+            tokenizer=tokenizer,
+            samples=samples,
+            sequence=sequence,
             progress=stages,
         )
     if dry_run:

@@ -1,0 +1,180 @@
+"""A graph cut into stages at the activations that linears read.
+
+Stage by stage, each value is computed once and handed on: what a calibrated solver needs to see
+the inputs of a linear in the model quantized so far, without running anything again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from qgraph.constants import open_array
+from qgraph.formats.base import Array
+from qgraph.scopes import bodies
+from qgraph.sites import Site
+
+LARGEST = 2_000_000_000
+"""A stage is one message; protobuf ends at 2 GiB."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stage:
+    """What lies between the stage before and one activation.
+
+    sites: the linears that read `activation`; they run in a later stage.
+    inputs: values of earlier stages, or graph inputs, that the nodes read.
+    outputs: `activation` where this stage computes it, and values that later stages read.
+    dead: values that no later stage reads.
+    """
+
+    activation: ir.Value
+    sites: tuple[Site, ...]
+    nodes: tuple[ir.Node, ...]
+    inputs: tuple[ir.Value, ...]
+    outputs: tuple[ir.Value, ...]
+    dead: tuple[ir.Value, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the activation."""
+        return self.activation.name or ""
+
+
+def cut(model: ir.Model, sites: Sequence[Site]) -> list[Stage]:
+    """The stages for `sites` (linears of the main graph), in the order of execution."""
+    order = {id(node): at for at, node in enumerate(model.graph)}
+    groups: dict[int, list[Site]] = {}
+    for site in sorted(sites, key=lambda s: order[id(s.node)]):
+        groups.setdefault(id(site.activation), []).append(site)
+    computed: set[int] = set()
+    drafts: list[tuple[list[Site], list[ir.Node]]] = []
+    for group in groups.values():
+        nodes = _missing(group[0].activation, computed)
+        nodes.sort(key=lambda node: order[id(node)])
+        computed |= {id(node) for node in nodes}
+        drafts.append((group, nodes))
+    return _linked(drafts)
+
+
+def _missing(value: ir.Value, computed: set[int]) -> list[ir.Node]:
+    """The nodes that `value` needs and that no earlier stage has."""
+    found: dict[int, ir.Node] = {}
+    pending = [value]
+    while pending:
+        node = pending.pop().producer()
+        if node is None or id(node) in computed or id(node) in found:
+            continue
+        found[id(node)] = node
+        pending += reads(node)
+    return list(found.values())
+
+
+def reads(node: ir.Node) -> list[ir.Value]:
+    """Every value that a node reads, its bodies' outer values included."""
+    found = [value for value in node.inputs if value is not None]
+    for body in bodies(node):
+        inner = {id(value) for value in (*body.inputs, *body.initializers.values())}
+        inner |= {id(value) for child in body for value in child.outputs}
+        for child in body:
+            found += [value for value in reads(child) if id(value) not in inner]
+        found += [value for value in body.outputs if id(value) not in inner]
+    return found
+
+
+def _linked(drafts: list[tuple[list[Site], list[ir.Node]]]) -> list[Stage]:
+    """Inputs, outputs and last uses, from the stages' nodes."""
+    last_use: dict[int, int] = {}
+    values: dict[int, ir.Value] = {}
+    for at, (group, nodes) in enumerate(drafts):
+        for value in [v for node in nodes for v in reads(node)] + [group[0].activation]:
+            if value.const_value is None:
+                last_use[id(value)], values[id(value)] = at, value
+    stages = []
+    for at, (group, nodes) in enumerate(drafts):
+        made = {id(value) for node in nodes for value in node.outputs}
+        used = {id(v): v for node in nodes for v in reads(node) if v.const_value is None}
+        activation = group[0].activation
+        outputs = [
+            values[key]
+            for key in made
+            if key in last_use and (last_use[key] > at or key == id(activation))
+        ]
+        stages.append(
+            Stage(
+                activation,
+                tuple(group),
+                tuple(nodes),
+                tuple(value for key, value in used.items() if key not in made),
+                tuple(outputs),
+                tuple(values[key] for key, use in last_use.items() if use == at),
+            )
+        )
+    return stages
+
+
+def stage_model(
+    model: ir.Model, stage: Stage, feeds: Mapping[str, Array], weights: Mapping[str, Array]
+) -> bytes:
+    """The stage as a model of its own.
+
+    Args:
+        model: where the stage comes from: opset imports and functions.
+        feeds: one batch of the inputs: their types are declared from it.
+        weights: constants to replace, by name, in their own shape and type.
+    """
+    constants = {
+        value.name: value
+        for node in stage.nodes
+        for value in reads(node)
+        if value.const_value is not None and value.name
+    }
+    graph = onnx.GraphProto(name="stage")
+    graph.node.extend(ir.serde.serialize_node(node) for node in stage.nodes)
+    for name, value in constants.items():
+        tensor = value.const_value
+        assert tensor is not None
+        if name in weights:
+            graph.initializer.append(onnx.numpy_helper.from_array(weights[name], name))
+        else:
+            proto = onnx.TensorProto(name=name, data_type=tensor.dtype.value)
+            proto.dims.extend(int(d) for d in tensor.shape.numpy())
+            proto.raw_data = tensor.tobytes() if tensor.size < 1024 else bytes(_raw(tensor))
+            graph.initializer.append(proto)
+    for value in stage.inputs:
+        graph.input.append(_declared(value, feeds[value.name or ""]))
+    for value in stage.outputs:
+        graph.output.append(onnx.ValueInfoProto(name=value.name))
+    proto_model = onnx.ModelProto(graph=graph, ir_version=model.ir_version)
+    for domain, version in model.graph.opset_imports.items():
+        proto_model.opset_import.append(onnx.helper.make_opsetid(domain, version))
+    proto_model.functions.extend(
+        ir.serde.serialize_function(function) for function in model.functions.values()
+    )
+    return bytes(proto_model.SerializeToString())
+
+
+def _raw(tensor: ir.TensorProtocol) -> Any:
+    if tensor.dtype.bitwidth < 8:
+        return tensor.tobytes()
+    return np.ascontiguousarray(open_array(tensor)).view(np.uint8).reshape(-1).data
+
+
+def _declared(value: ir.Value, array: Array) -> onnx.ValueInfoProto:
+    kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+    return onnx.helper.make_tensor_value_info(value.name or "", kind, [None] * array.ndim)
+
+
+def write_through(site: Site, rows: Array) -> Array:
+    """The site's constant, in its own shape and type, with `rows` `[N, K]` for its weight."""
+    assert site.weight is not None
+    array = np.array(open_array(site.weight.tensor))
+    view = site.weight.view
+    shown = view.shape_of(array)
+    shown[...] = (rows if view.factor == 1.0 else rows / view.factor).astype(array.dtype)
+    return array
