@@ -167,15 +167,15 @@ class _Sequential:
         import torch
 
         hessian, cross, tokens = self._moments(stage, floats, quants)
-        if tokens == 0 or not bool(hessian.diagonal().sum() > 0):
-            for site in stage.sites:
-                self._round(site, "its input is zero on all calibration data")
-            return
         if not bool(torch.isfinite(hessian).all()):
             raise InputError(
                 f"calibration: the input {stage.name} of {stage.sites[0].name} is not finite: "
                 "the first such value in the model; check the data, or exclude the site"
             )
+        if tokens == 0 or not bool(hessian.diagonal().sum() > 0):
+            for site in stage.sites:
+                self._round(site, "its input is zero on all calibration data")
+            return
         for site in stage.sites:
             self._site(site, hessian, cross)
 

@@ -21,6 +21,7 @@ from qgraph.formats.base import GROUPS, PARTS, Array, Format, Part, QuantizedWei
 from qgraph.qdq_weight import SIGNED, UNSIGNED, NoGrid, QdqWeight, locate, read_all
 from qgraph.quant_tensor import Deviation, QuantSource, QuantTensor
 from qgraph.sites import Refusal, Site
+from qgraph.view import Step
 
 ADOPTED = "adopted"
 """The solver's name of weights that came quantized."""
@@ -143,6 +144,27 @@ def constants_of(node: ir.Node) -> dict[Part, ir.TensorProtocol] | None:
     return found if "scales" in found else None
 
 
+def _turned_constants(node: ir.Node) -> dict[Part, ir.TensorProtocol] | None:
+    """The constants of a DequantizeLinear that reads all of them, matrices, through a Transpose.
+
+    That is how `lower_qdq` spells a linear, for ONNX Runtime to fuse it.
+    """
+    found: dict[Part, ir.TensorProtocol] = {}
+    for part, value in zip(PARTS, node.inputs, strict=False):
+        producer = value.producer() if value is not None else None
+        if value is None:
+            continue
+        if producer is None or producer.op_type != "Transpose" or producer.domain:
+            return None
+        source = producer.inputs[0]
+        tensor = source.const_value if source is not None else None
+        perm = producer.attributes.get_ints("perm", (1, 0))
+        if tensor is None or len(tensor.shape) != 2 or tuple(perm) != (1, 0):
+            return None
+        found[part] = tensor
+    return found if "scales" in found else None
+
+
 def _from_dequantize(site: Site, node: ir.Node) -> AdoptedSource | Refusal:
     parts = constants_of(node)
     if parts is None:
@@ -176,8 +198,10 @@ def _from_dequantize(site: Site, node: ir.Node) -> AdoptedSource | Refusal:
 
 
 def _from_dequantize_linear(site: Site, node: ir.Node) -> AdoptedSource | Refusal:
-    parts = constants_of(node)
+    parts, turned = constants_of(node), False
     assert site.weight is not None
+    if parts is None:
+        parts, turned = _turned_constants(node), True
     if parts is None:
         return Refusal("WEIGHT_NOT_CONSTANT", f"codes or scales of {node.name} are computed")
     codes, scales, zeros = parts["codes"], parts["scales"], parts.get("zeros")
@@ -187,8 +211,12 @@ def _from_dequantize_linear(site: Site, node: ir.Node) -> AdoptedSource | Refusa
     if refusal is not None:
         return refusal
     axis, block = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
+    view = site.weight.view
+    if turned:  # dequantizing a transposed matrix is transposing the dequantized one
+        axis = 1 - axis % 2
+        view = dataclasses.replace(view, steps=(Step("transpose", ((1, 0),)), *view.steps))
     try:
-        weight = locate(codes, scales, zeros, axis, block, site.weight.view)
+        weight = locate(codes, scales, zeros, axis, block, view)
         group = _group(weight.span)
     except NoGrid as error:
         return Refusal("DQ_GRANULARITY", f"{node.name}: {error.args[0]}")

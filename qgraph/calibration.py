@@ -101,6 +101,8 @@ def joined(samples: Sequence[Arrays], rows: int = BATCH_ROWS) -> list[Arrays]:
             batches.append([sample])
     return [
         {name: np.concatenate([item[name] for item in batch]) for name in batch[0]}
+        if len(batch) > 1
+        else batch[0]
         for batch in batches
     ]
 

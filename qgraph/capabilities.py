@@ -22,6 +22,7 @@ class KernelRule:
     blocks: block sizes along K; empty means any.
     slow: an order of magnitude slower than float; taken only by a query that allows it.
     remark: the reason code that a site of this kernel carries, where it works at a cost.
+    fallback: a general kernel behind faster ones that take fewer sites.
     self_test: measures on this machine whether the kernel honours (level, bits, block, dtype).
     """
 
@@ -39,6 +40,7 @@ class KernelRule:
     origin: Origin = "installed"
     note: str = ""
     remark: str | None = None
+    fallback: bool = False
     self_test: Callable[[int, int, int, str], bool] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
@@ -69,7 +71,10 @@ class Query:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The kernel that takes the site, or the reason code and detail of the nearest refusal."""
+    """The kernel that takes the site, or the reason code and detail of the nearest refusal.
+
+    A kernel may come with a reason too: what it costs, or why a faster one did not take the site.
+    """
 
     rule: KernelRule | None
     reason: str | None = None
@@ -99,7 +104,23 @@ class Capabilities:
                 where = f"{query.op.partition('::')[2]} on {rules[0].provider}"
                 return Answer(None, code, f"{where} {refusal(rules, query)}")
             rules = left
-        return Answer(rules[0])
+        taken = rules[0]
+        if not taken.fallback:
+            return Answer(taken, taken.remark, taken.note)
+        faster = [r for r in self.rules if r.op == query.op and query.bits in r.bits]
+        slower, why = _first_failure(faster[: faster.index(taken)], query)
+        return Answer(taken, slower or taken.remark, f"{taken.note}: {why}" if why else taken.note)
+
+
+def _first_failure(rules: list[KernelRule], query: Query) -> tuple[str | None, str]:
+    """Why none of `rules` takes `query`; nothing where there are none."""
+    for code, takes, refusal in _CRITERIA:
+        left = [rule for rule in rules if takes(rule, query)]
+        if rules and not left:
+            known = "SLOW_KERNEL" if code in ("DTYPE_HAS_NO_KERNEL", "BLOCK_UNSUPPORTED") else code
+            return known, f"the fast one {refusal(rules, query)}"
+        rules = left
+    return None, ""
 
 
 _Takes: TypeAlias = Callable[[KernelRule, Query], bool]

@@ -180,7 +180,7 @@ def _parts(node: ir.Node, op: _Op) -> dict[int, tuple[Part, str, QuantTensor]]:
     for index in op.inputs:
         value = node.inputs[index] if index < len(node.inputs) else None
         producer = value.producer() if value is not None else None
-        if producer is not None and producer.op_type == "Reshape":
+        if producer is not None and producer.op_type in ("Reshape", "Transpose"):
             value = producer.inputs[0]
         tensor = value.const_value if value is not None else None
         if value is not None and isinstance(tensor, QuantTensor):

@@ -194,7 +194,11 @@ def _check_gather(probe: Probe, feeds: Sequence[Mapping[str, Array]], got: list[
 def _check_dequantize(
     probe: Probe, feeds: Sequence[Mapping[str, Array]], got: list[Array]
 ) -> Verdict:
-    return _check_elements(probe.key, got[0], probe.weight.values(0, _dequantized_rows(probe)))
+    wanted = probe.weight.values(0, _dequantized_rows(probe))
+    first = probe.node.inputs[0]
+    producer = first.producer() if first is not None else None
+    turned = producer is not None and producer.op_type == "Transpose"
+    return _check_elements(probe.key, got[0].T if turned else got[0], wanted)
 
 
 def _check_elements(key: KernelKey, got: Array, wanted: Array) -> Verdict:
@@ -250,7 +254,11 @@ def _one_node_model(probe: Probe, model: ir.Model) -> bytes:
         part = probe.positions.get(index)
         constant = _constant("bias", _bias(probe)) if part is None else _stored(probe, part)
         initializers.append(constant)
-        if not value.is_initializer():
+        producer = value.producer()
+        if producer is not None and producer.op_type == "Transpose":
+            nodes.append(ir.node("Transpose", [constant], {"perm": [1, 0]}))
+            constant = nodes[-1].outputs[0]
+        elif not value.is_initializer():
             shape = _constant(f"{constant.name}_shape", np.array([probe.key.n, -1], np.int64))
             initializers.append(shape)
             nodes.append(ir.Node("", "Reshape", [constant, shape]))

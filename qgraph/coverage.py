@@ -7,12 +7,20 @@ from collections.abc import Iterable
 from typing import Protocol
 
 LINEAR_ROLES = ("linear", "head")
-NOT_COUNTED = "WEIGHT_TOO_SMALL"
-"""Constants this small (rotary frequencies and their like) are listed, but are no linears."""
+NOT_COUNTED = 1024
+"""Weights with fewer elements (rotary frequencies and their like) are listed, but not counted."""
 
 
 class Item(Protocol):
     """A site as a plan or an explanation has it."""
+
+    @property
+    def n(self) -> int:
+        """Rows of the weight."""
+
+    @property
+    def k(self) -> int:
+        """Columns of the weight."""
 
     @property
     def name(self) -> str:
@@ -53,11 +61,13 @@ class Coverage:
     embeddings: int
     embeddings_quantized: int
     refused: tuple[tuple[str, str, str], ...]
+    too_small: int = 0
 
     @classmethod
     def of(cls, items: Iterable[Item]) -> Coverage:
         """Count `items`."""
-        counted = [item for item in items if item.reason != NOT_COUNTED or item.quantized]
+        items = list(items)
+        counted = [i for i in items if i.quantized or i.n * i.k >= NOT_COUNTED or not i.reason]
         linears = [item for item in counted if item.role in LINEAR_ROLES]
         embeddings = [item for item in counted if item.role not in LINEAR_ROLES]
         return cls(
@@ -68,6 +78,7 @@ class Coverage:
             len(embeddings),
             sum(item.quantized for item in embeddings),
             tuple((i.name, i.reason, i.detail) for i in counted if i.reason and not i.quantized),
+            len(items) - len(counted),
         )
 
     @property
@@ -86,6 +97,8 @@ class Coverage:
         if sizes is not None:
             words.append(f"{sizes[0] / 1e6:.4g} → {sizes[1] / 1e6:.4g} MB")
         words += self._refused_words()
+        if self.too_small:
+            words.append(f"{self.too_small} below {NOT_COUNTED} elements not counted")
         return " · ".join(words)
 
     def _refused_words(self) -> list[str]:

@@ -130,7 +130,7 @@ def _fused(row: SiteRow, site: Site, capabilities: Capabilities) -> SiteRow:
         for value in _packed_inputs(site)
     )
     rule = answer.rule
-    remark, note = (rule.remark, rule.note) if rule is not None else (answer.reason, answer.detail)
+    remark, note = answer.reason, answer.detail
     if _has_float_zeros(site):
         remark, note = "FLOAT_ZERO_POINT_IS_SLOW", "its zero points are floats"
     return dataclasses.replace(

@@ -20,11 +20,20 @@ from qgraph import registry
 from qgraph._version import __version__
 from qgraph.calibration import Calibration, CalibrationData
 from qgraph.capabilities import Capabilities, Query
+from qgraph.constants import same_file
 from qgraph.errors import CoverageError, InputError, MissingExtra, NumericError
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
 from qgraph.passes.base import Context, Pass
-from qgraph.plan import PORTABLE, Decision, QuantPlan, make_plan, query_of, require_known_options
+from qgraph.plan import (
+    KEPT,
+    PORTABLE,
+    Decision,
+    QuantPlan,
+    make_plan,
+    query_of,
+    require_known_options,
+)
 from qgraph.progress import Progress, Silent
 from qgraph.recipe import Override, Recipe
 from qgraph.report import SCHEMA, Report, Step
@@ -101,16 +110,17 @@ def optimize(
     model: Source,
     output: str | os.PathLike[str] | None = None,
     *,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | os.PathLike[str] | None = None,
     format: str | None = None,  # noqa: A002
-    group: int | None = None,
+    group: int | str | None = None,
     solver: str | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    overrides: Sequence[Override] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    overrides: Sequence[Override | str] = (),
     options: Mapping[str, str] | None = None,
     embedding: str | None = None,
-    accuracy_level: str | None = None,
+    accuracy_level: str | int | None = None,
+    min_elements: int | None = None,
     calibrate: Data | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     samples: int = 64,
@@ -131,7 +141,8 @@ def optimize(
     Args:
         model: a path, a graph or an `ir.Model`; never changed.
         output: the .onnx to write; None writes nothing (the graph of the result can be saved).
-        recipe: what to do; the keywords after it change single fields of it.
+        recipe: what to do, or a recipe file; the keywords after it change single fields of it.
+            group: a number or "row"; overrides: `Override`s, or texts as `--set` takes them.
         calibrate: data for solvers that need it (`gptq`): a text file with its `tokenizer`, a
             .npz or .jsonl file, token ids `[samples, T]`, or an iterable of feeds; at most
             `samples` of them, text in blocks of `sequence` tokens.
@@ -149,16 +160,20 @@ def optimize(
     """
     given: dict[str, Any] = {
         "format": format,
-        "group": group,
+        "group": 0 if group == "row" else group,
         "solver": solver,
         "embedding": embedding,
-        "accuracy_level": accuracy_level,
+        "accuracy_level": None if accuracy_level is None else str(accuracy_level),
+        "min_elements": min_elements,
         "unfused": unfused,
-        "include": tuple(include) or None,
-        "exclude": tuple(exclude) or None,
-        "overrides": tuple(overrides) or None,
+        "include": _several(include) or None,
+        "exclude": _several(exclude) or None,
+        "overrides": tuple(Override.parse(o) if isinstance(o, str) else o for o in overrides)
+        or None,
         "options": options,
     }
+    if isinstance(recipe, str | os.PathLike):
+        recipe = Recipe.from_toml(Path(recipe))
     asked = dataclasses.replace(
         recipe or Recipe(), **{key: value for key, value in given.items() if value is not None}
     )
@@ -177,6 +192,10 @@ def optimize(
             force=force,
             report=Path(report) if report is not None else None,
         )
+
+
+def _several(selectors: str | Sequence[str]) -> tuple[str, ...]:
+    return (selectors,) if isinstance(selectors, str) else tuple(selectors)
 
 
 @contextlib.contextmanager
@@ -277,8 +296,9 @@ class _Run:
         """See the function of this name."""
         self._start("capture")
         graph = capture(model)
+        _check_paths(graph, output, report, force)
         self.report.notes.extend(graph.notes)
-        before = _stored_bytes(graph.model)
+        before = sum(path.stat().st_size for path in graph.files) or _stored_bytes(graph.model)
         self.progress.finish(f"{len(graph.model.graph)} nodes, {before / 1e6:.1f} MB")
         self.changed += [
             Step("capture", "constant", site.name, "changed", "OVERRIDABLE_INPUT", site.weight_name)
@@ -289,7 +309,8 @@ class _Run:
         self._start("plan")
         plan = make_plan(graph.sites(), self.recipe, capabilities)
         self.progress.finish(plan.coverage.line("to quantize"))
-        self._gate(plan)
+        self.report.notes.extend(_plan_notes(plan))
+        self._gate(plan, report)
         if self.data is not None and not self.dry_run:
             self._calibrate(graph)
         if self.dry_run:
@@ -321,18 +342,20 @@ class _Run:
             )
         return capabilities
 
-    def _gate(self, plan: QuantPlan) -> None:
+    def _gate(self, plan: QuantPlan, report: Path | None = None) -> None:
+        """Refuse too little; the plan, with the reason of every site, goes to `report`."""
         coverage = plan.coverage
-        if not coverage.linears_quantized and not coverage.embeddings_quantized:
-            raise CoverageError(
-                f"nothing was quantized: {coverage.line('would quantize')}; "
-                "`qgraph explain MODEL` says why for each site"
-            )
-        if coverage.share < self.min_coverage:
-            raise CoverageError(
-                f"{coverage.line('would quantize')}: below --min-coverage "
-                f"{self.min_coverage:.0%}; lower it, or see `qgraph explain MODEL`"
-            )
+        nothing = not coverage.linears_quantized and not coverage.embeddings_quantized
+        if not nothing and coverage.share >= self.min_coverage:
+            return
+        where = "add --report plan.json, and `qgraph explain plan.json` says why, site by site"
+        if report is not None:
+            _write_report(report, plan.to_json())
+            where = f"`qgraph explain {report}` says why, site by site"
+        line = coverage.line("would quantize")
+        if nothing:
+            raise CoverageError(f"nothing was quantized: {line}; {where}")
+        raise CoverageError(f"{line}: below --min-coverage {self.min_coverage:.0%}; {where}")
 
     def _lower(
         self, graph: Graph, plan: QuantPlan, capabilities: Capabilities
@@ -417,8 +440,10 @@ class _Run:
         from qgraph.check import check_model
 
         self._start("check")
-        found = check_model(lowered.model, data, self.runtime.run_or_none(), self.progress)
-        self.progress.finish(f"{len(found)} sites")
+        run = self.runtime.run_or_none()
+        found = check_model(lowered.model, data, run, self.progress)
+        what = "" if run is not None else f", stored bytes only: no {self.runtime.provider} here"
+        self.progress.finish(f"{len(found)} sites packed in this run{what}")
         return found
 
     def _ban(self, lowered: Graph, checks: Sequence[SiteCheck]) -> bool:
@@ -501,6 +526,42 @@ class _Run:
             self.progress.stage(name, total)
         else:
             self.progress.finish()
+
+
+def _check_paths(graph: Graph, output: Path | None, report: Path | None, force: bool) -> None:
+    """Refuse paths that cannot be written, or would destroy a file, before any work."""
+    from qgraph.saved_file import check_output
+
+    if output is not None:
+        check_output(output, force=force, protect=graph.files)
+    if report is None:
+        return
+    if report.is_dir() or not os.access(report.absolute().parent, os.W_OK):
+        raise InputError(f"report {report}: no path that can be written; choose another one")
+    protect = [*graph.files, *([output] if output is not None else [])]
+    if any(path.resolve() == report.resolve() or same_file(path, report) for path in protect):
+        raise InputError(f"report {report} would overwrite a model: choose another path")
+
+
+def _plan_notes(plan: QuantPlan) -> list[str]:
+    """What a user would not expect of the plan."""
+    notes = []
+    tables = {item.format for item in plan.decisions if item.role == "embedding" and item.quantized}
+    if tables and plan.recipe.embedding == "auto":
+        notes.append(
+            f"embeddings and the heads tied to them are {', '.join(sorted(map(str, tables)))}, "
+            "whatever --format says: 4 bits there cost more quality than all linears together; "
+            "--embedding uint4 has it all the same"
+        )
+    kept = sum(item.solver == KEPT for item in plan.decisions)
+    if kept:
+        notes.append(f"{kept} sites came packed and stay as they are, whatever was asked for")
+    if plan.target == "qdq" and plan.recipe.accuracy_level != "auto":
+        notes.append(
+            "the accuracy level is the runtime's choice in a Q/DQ graph: ONNX Runtime takes it "
+            "from the session entry session.qdq_matmulnbits_accuracy_level"
+        )
+    return notes
 
 
 def _solvers(plan: QuantPlan) -> list[str]:

@@ -330,11 +330,14 @@ class _Planner:
             return decision
         wanted = self._wanted(site)
         if wanted is None:
-            return dataclasses.replace(decision, reason="EXCLUDED", detail="float was asked for")
+            table = self.keys[site.name] in self.tables and self.embedding is None
+            detail = "--embedding float" if table else "--set asks for float"
+            return dataclasses.replace(decision, reason="EXCLUDED", detail=detail)
         fmt, solver = wanted
         fitted = self._fitted(fmt, site)
         decision = self._with_format(decision, site, fitted, solver)
-        if decision.quantized and decision.reason is None and fitted != fmt and self.recipe.group:
+        told = site.role == "linear" and self.recipe.group is not None
+        if decision.quantized and decision.reason is None and fitted != fmt and told:
             detail = f"groups of {fitted.group}: {fmt.group} does not divide K = {site.k}"
             return dataclasses.replace(decision, reason="GROUP_ADJUSTED", detail=detail)
         return decision
@@ -412,8 +415,8 @@ class _Planner:
             decision,
             kernel=spell_kernel(query),
             origin=rule.origin,
-            reason=rule.remark,
-            detail=rule.note,
+            reason=answer.reason,
+            detail=answer.detail,
         )
 
     def _refusal(self, site: Site) -> tuple[str, str] | None:
@@ -537,7 +540,8 @@ def best_kernel(
         answer = capabilities.ask(query)
         if answer:
             return answer, query
-        first = first or answer
+        if query.block == candidates[0].block:
+            first = answer  # the refusal at the block that was asked for, at the lowest level
     if banned and first is None:
         first = Answer(None, "KERNEL_FAILED_CHECK", "every kernel missed its error bound")
     assert first is not None

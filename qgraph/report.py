@@ -57,7 +57,7 @@ _REASONS = (
         "the weight is smaller than `--min-elements`: quantizing it saves almost nothing",
         "lower --min-elements",
     ),
-    Reason("EXCLUDED", "a selector or the recipe keeps it in float", "change the selector"),
+    Reason("EXCLUDED", "an option or the recipe keeps it in float", "change what the detail names"),
     Reason(
         "GROUP_DOES_NOT_DIVIDE",
         "the row length is no multiple of the group, and this target cannot pad",
@@ -77,7 +77,7 @@ _REASONS = (
     Reason(
         "BITS_UNSUPPORTED",
         "the kernel does not take this width",
-        "choose 2, 4 or 8 bits",
+        "choose a width that the message names",
     ),
     Reason(
         "LEVEL_UNSUPPORTED",
@@ -180,6 +180,11 @@ _REASONS = (
         "NO_FUSED_KERNEL",
         "no kernel of the target computes on the packed weight; it is dequantized block by block",
         "choose a format that the target has a kernel for",
+    ),
+    Reason(
+        "SLOW_KERNEL",
+        "a general kernel takes the site, slower than the ones that the target has for others",
+        "the detail says what the fast kernels want",
     ),
     Reason(
         "CUDA_ASYMMETRIC",

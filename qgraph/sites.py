@@ -229,6 +229,8 @@ def _sized(site: Site, constant: ir.Value | None) -> Site:
 
 def _codes_name(producer: ir.Node | None, otherwise: str) -> str:
     codes = producer.inputs[0] if producer is not None else None
+    while codes is not None and (before := codes.producer()) is not None and is_view_op(before):
+        codes = before.inputs[0]
     return (codes.name if codes is not None else None) or otherwise
 
 

@@ -116,7 +116,7 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def profile(self, model: Model, feeds: Feeds, *, runs: int = 3) -> list[KernelRun]:
+    def profile(self, model: Model, feeds: Feeds, *, runs: int = 10) -> list[KernelRun]:
         """Every node that ran, in order of execution, over `runs` runs after one to warm up."""
 
     @abstractmethod

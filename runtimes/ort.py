@@ -60,7 +60,7 @@ class OrtRuntime(Runtime):
             spinning=spinning,
         )
 
-    def profile(self, model: Model, feeds: Feeds, *, runs: int = 3) -> list[KernelRun]:
+    def profile(self, model: Model, feeds: Feeds, *, runs: int = 10) -> list[KernelRun]:
         """See `Runtime.profile`."""
         from qgraph.runtimes.ort_profile import profile_model
 

@@ -53,7 +53,9 @@ _CUDA = (
         MATMUL_NBITS, CUDA_PROVIDER, ("float16", "bfloat16"), (8,), (64, 128),
         symmetric_only=True, n_multiple=32, k_whole_blocks=True, note=_FAST,
     ),
-    KernelRule(MATMUL_NBITS, CUDA_PROVIDER, _CUDA_FLOATS, (4, 8), BLOCKS, note=_GENERAL),
+    KernelRule(
+        MATMUL_NBITS, CUDA_PROVIDER, _CUDA_FLOATS, (4, 8), BLOCKS, fallback=True, note=_GENERAL,
+    ),
     KernelRule(GATHER_BLOCK_QUANTIZED, CUDA_PROVIDER, _CUDA_FLOATS, (4, 8), BLOCKS),
 )  # fmt: skip
 _QDQ = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ _KERNEL = "_kernel_time"
 
 
 def profile_model(
-    model: Model, feeds: Feeds, *, runs: int = 3, providers: tuple[str, ...], threads: int = 0
+    model: Model, feeds: Feeds, *, runs: int = 10, providers: tuple[str, ...], threads: int = 0
 ) -> list[KernelRun]:
     """Profile `runs` runs after one to warm up, as users run the model: fully optimized.
 
@@ -37,7 +38,7 @@ def profile_model(
 
 
 def _kernel_runs(events: list[dict[str, Any]], runs: int, known: dict[str, str]) -> list[KernelRun]:
-    """The kernels of the last `runs` runs, averaged by node, in order of first execution."""
+    """The kernels of the last `runs` runs by node, in order of first execution."""
     starts = sorted(e["ts"] for e in events if e.get("name") == "model_run")
     start = starts[-runs] if len(starts) > runs else 0
     times: dict[tuple[str, str, str], list[float]] = {}
@@ -50,9 +51,16 @@ def _kernel_runs(events: list[dict[str, Any]], runs: int, known: dict[str, str])
         key = (event["name"].removesuffix(_KERNEL), args["op_name"], args.get("provider", ""))
         times.setdefault(key, []).append(float(event["dur"]))
     return [
-        KernelRun(node, op, _domain(node, op, known), provider, len(each) // runs, sum(each) / runs)
+        KernelRun(node, op, _domain(node, op, known), provider, *_typical(each, runs))
         for (node, op, provider), each in times.items()
     ]
+
+
+def _typical(durations: list[float], runs: int) -> tuple[int, float]:
+    """Calls of one run, and their time together: the median of the runs, which noise moves less."""
+    calls = max(1, len(durations) // runs)
+    each = [sum(durations[at : at + calls]) for at in range(0, calls * runs, calls)]
+    return calls, statistics.median(each)
 
 
 def _domain(node: str, op: str, known: dict[str, str]) -> str:

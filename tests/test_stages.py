@@ -1,0 +1,94 @@
+"""Cutting a graph into stages: every value once, nothing missing, the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+
+from qgraph import pipeline
+from qgraph.stages import cut, stage_model, write_through
+
+TEXT = """<ir_version: 9, opset_import: ["" : 17]>
+g (float[B, 8] x, bool c) => (float[B, 8] y) {
+    a = MatMul(x, w1)
+    b = MatMul(x, w2)
+    r = Relu(a)
+    m = Mul(r, b)
+    n = If(c) <
+        then_branch = t () => (float[B, 8] p) { p = Add(m, x) },
+        else_branch = e () => (float[B, 8] q) { q = Sub(m, x) }
+    >
+    s = MatMul(n, w3)
+    y = Add(s, x)
+}"""
+
+
+def captured() -> Any:
+    model = onnx.parser.parse_model(TEXT)
+    rng = np.random.default_rng(0)
+    for name in ("w1", "w2", "w3"):
+        array = rng.standard_normal((8, 8)).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return pipeline.capture(ir.serde.deserialize_model(model))
+
+
+def feeds(rows: int = 3, branch: bool = True) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(1).standard_normal((rows, 8)).astype(np.float32)
+    return {"x": x, "c": np.array(branch)}
+
+
+def run(model: bytes, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    wanted = {item.name for item in session.get_inputs()}
+    return dict(zip(names, session.run(names, {k: given[k] for k in wanted}), strict=True))
+
+
+def test_linears_on_one_activation_are_one_stage_and_nothing_runs_twice() -> None:
+    graph = captured()
+    stages = cut(graph.model, graph.sites())
+    assert [len(stage.sites) for stage in stages] == [2, 1]
+    assert [stage.name for stage in stages] == ["x", "n"]
+    assert stages[0].nodes == ()
+    ran = [node.name for stage in stages for node in stage.nodes]
+    assert sorted(ran) == ["If_n", "MatMul_a", "MatMul_b", "Mul_m", "Relu_r"]
+    assert {value.name for value in stages[1].inputs} == {"x", "c"}
+
+
+def test_the_stages_compute_what_the_model_does() -> None:
+    graph = captured()
+    for branch in (True, False):
+        values = feeds(branch=branch)
+        for stage in cut(graph.model, graph.sites()):
+            if stage.nodes:
+                values |= run(stage_model(graph.model, stage, values, {}), values)
+        x, (w1, w2) = values["x"], (_weight(graph, "w1"), _weight(graph, "w2"))
+        m = np.maximum(x @ w1, 0) * (x @ w2)
+        np.testing.assert_allclose(values["n"], m + x if branch else m - x, rtol=1e-4, atol=1e-5)
+
+
+def test_replaced_weights_are_used() -> None:
+    graph = captured()
+    first, second = cut(graph.model, graph.sites())
+    site = next(site for site in first.sites if site.weight_name == "w2")
+    zero = {"w2": write_through(site, np.zeros((8, 8), np.float32))}
+    values = feeds()
+    made = run(stage_model(graph.model, second, values, zero), values)
+    np.testing.assert_array_equal(made["n"], values["x"])
+
+
+def test_writing_through_a_view_is_the_inverse_of_reading() -> None:
+    graph = captured()
+    for site in graph.sites():
+        rows = np.random.default_rng(2).standard_normal((8, 8)).astype(np.float32)
+        stored = write_through(site, rows)
+        np.testing.assert_array_equal(site.weight.view.shape_of(stored), rows)
+        assert stored.shape == tuple(site.weight.tensor.shape)
+
+
+def _weight(graph: Any, name: str) -> np.ndarray:
+    return np.asarray(graph.model.graph.initializers[name].const_value.numpy())
