@@ -16,8 +16,8 @@ _SOURCES = {
     "file": "as the file is; --profile runs it and measures",
     "run": "measured in a run",
 }
-# A site name list on a terminal; a pipe gets all of them.
-_NAMES_SHOWN = 8
+# Sites of one reason and detail that are named; the table of sites, and JSON, have them all.
+_NAMES_SHOWN = 6
 
 
 class _Column(NamedTuple):
@@ -188,11 +188,18 @@ def _reason(console: Console, code: str, rows: Sequence[SiteRow]) -> None:
         print_line(console, f"{len(rows)} × {code}: {reason.meaning}", style="bold")
         if reason.hint != "nothing to do":
             print_line(console, f"    way out: {reason.hint}")
-    shown = rows if not console.is_terminal else rows[:_NAMES_SHOWN]
-    for row in shown:
-        print_line(console, f"    {row.name}{f': {row.detail}' if reason and row.detail else ''}")
-    if len(rows) > len(shown):
-        print_line(console, f"    … and {len(rows) - len(shown)} more (--node '*' shows all)")
+    print_names(console, [(row.name, row.detail if reason else "") for row in rows])
+
+
+def print_names(console: Console, sites: Iterable[tuple[str, str]]) -> None:
+    """Print (site, detail) pairs: one line for each detail, whatever the number of its sites."""
+    by_detail: dict[str, list[str]] = {}
+    for name, detail in sites:
+        by_detail.setdefault(detail, []).append(name)
+    for detail, names in by_detail.items():
+        more = len(names) - _NAMES_SHOWN
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        print_line(console, f"    {shown}{f': {detail}' if detail else ''}")
 
 
 def render_sites(explanation: Explanation, sites: Iterable[SiteRow], console: Console) -> None:

@@ -550,7 +550,7 @@ def _plan_notes(plan: QuantPlan) -> list[str]:
     if tables and plan.recipe.embedding == "auto":
         notes.append(
             f"embeddings and the heads tied to them are {', '.join(sorted(map(str, tables)))}, "
-            "whatever --format says: 4 bits there cost more quality than all linears together; "
+            "whatever --format says: 4 bits there lose much quality for little space; "
             "--embedding uint4 has it all the same"
         )
     kept = sum(item.solver == KEPT for item in plan.decisions)

@@ -62,6 +62,12 @@ def check(selectors: Sequence[str], sites: Sequence[Site]) -> None:
     Raises:
         InputError: with the names that are nearest, per selector.
     """
+    for text in selectors:
+        kind, colon, rest = text.partition(":")
+        if colon and kind in ("first", "last") and not (rest.isdigit() and int(rest)):
+            raise InputError(f"selector {text!r}: wanted {kind}:N, N layers from 1 on")
+        if colon and kind == "role" and rest not in ROLES:
+            raise InputError(f"selector {text!r}: wanted role:{', role:'.join(ROLES)}")
     layers = layer_count(sites)
     lost = [t for t in selectors if not any(Selector(t).matches(s, layers) for s in sites)]
     if not lost:

@@ -361,3 +361,72 @@ def test_a_group_that_does_not_divide_the_row_is_adjusted_only_where_the_format_
     assert formats["layers.0.up"] == ("uint4:group=128", None), "no group from 32 on divides 80"
     named = qgraph.optimize(source, format="uint4", group=128)
     assert {d.format for d in named.plan.decisions if d.role == "linear"} == {"uint4:group=128"}
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "o.onnx", "no/such.json", "."])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_report_never_overwrites_a_model(tmp_path: Path, name: str, dry_run: bool) -> None:
+    source = decoder(tmp_path)
+    before = digests(tmp_path)
+    if dry_run and name == "o.onnx":
+        pytest.skip("a dry run has no output")
+    with pytest.raises(qgraph.InputError, match="report"):
+        qgraph.optimize(source, tmp_path / "o.onnx", report=tmp_path / name, dry_run=dry_run)
+    assert digests(tmp_path) == before
+
+
+def test_where_coverage_fails_the_plan_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(qgraph.CoverageError, match=r"qgraph explain .*plan\.json"):
+        qgraph.optimize(decoder(tmp_path), exclude="*", report=tmp_path / "plan.json")
+    plan = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert {d["reason"] for d in plan["decisions"]} == {"EXCLUDED"}
+
+
+def test_python_takes_what_the_command_line_takes(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('embedding = "float"\n', encoding="utf-8")
+    result = qgraph.optimize(
+        decoder(tmp_path), recipe=tmp_path / "r.toml", format="int8", group="row",
+        accuracy_level=4, min_elements=2000, overrides=["layers.0.up=uint4:group=16"],
+        exclude="lm_head",
+    )  # fmt: skip
+    formats = {d.site: d.format for d in result.plan.decisions}
+    assert formats == {
+        "embed": None, "lm_head": None, "layers.0.up": "uint4:group=16",
+        "layers.0.down": "int8:group=row",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", ["int4:group=32", "uint4:group=16", "int8:group=32"])
+def test_our_own_qdq_file_is_checked_and_taken_up_again(tmp_path: Path, fmt: str) -> None:
+    source = decoder(tmp_path)
+    made = qgraph.optimize(source, tmp_path / "q.onnx", target="qdq", format=fmt, embedding=fmt)
+    steps = [s for s in made.report.steps if s.pass_name == "quantize_rtn"]
+    assert len([s for s in steps if s.error]) == 4, "every site was read back"
+    again = qgraph.optimize(
+        tmp_path / "q.onnx", tmp_path / "f.onnx", accuracy_level=0, format="uint4"
+    )
+    assert again.plan.coverage.linears_quantized == 3
+    direct = qgraph.optimize(
+        source, tmp_path / "d.onnx", accuracy_level=0, format=fmt, embedding=fmt,
+        options={"lower_matmul_nbits.accuracy_level": "0"},
+    )  # fmt: skip
+    assert len(direct.files) == 2
+    if "8" not in fmt:  # 8 bits run at level 4 alone
+        np.testing.assert_allclose(run(tmp_path / "f.onnx"), run(tmp_path / "d.onnx"), atol=2e-3)
+
+
+def test_small_linears_that_the_user_leaves_out_are_counted(tmp_path: Path) -> None:
+    recipe = qgraph.Recipe(min_elements=10_000)
+    coverage = qgraph.optimize(decoder(tmp_path), recipe=recipe).plan.coverage
+    assert (coverage.linears_quantized, coverage.linears) == (2, 3)
+    assert "WEIGHT_TOO_SMALL" in coverage.line()
+
+
+def test_cuda_says_why_its_fast_kernels_do_not_take_a_site(tmp_path: Path) -> None:
+    source = decoder(tmp_path, np.float16)
+    plan = qgraph.optimize(source, target="ort-cuda", format="uint4", group=64, dry_run=True).plan
+    decision = plan.of("layers.0.down")
+    assert decision is not None
+    assert (decision.reason, decision.origin) == ("CUDA_ASYMMETRIC", "predicted")
+    wide = qgraph.optimize(decoder(tmp_path), target="ort-cuda", dry_run=True).plan
+    assert {d.reason for d in wide.decisions if d.role == "linear"} == {"SLOW_KERNEL"}

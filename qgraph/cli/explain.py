@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -66,9 +65,11 @@ def explain(
     if format_ == "table":
         explanation.render(console.output(), node)
         return
-    if node is not None:
-        explanation = dataclasses.replace(explanation, sites=explanation.select(node))
-    json.dump(explanation.to_json(), sys.stdout, indent=2)
+    found = explanation.to_json()
+    if node is not None:  # totals and summary stay those of the model
+        names = {row.name for row in explanation.select(node)}
+        found["sites"] = [site for site in found["sites"] if site["name"] in names]
+    json.dump(found, sys.stdout, indent=2)
     sys.stdout.write("\n")
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from qgraph._version import __version__
 from qgraph.console import megabytes, print_line
 from qgraph.explanation_plan import from_plan
-from qgraph.explanation_view import render_kernels, render_reasons
+from qgraph.explanation_view import print_names, render_kernels, render_reasons
 from qgraph.report import REASONS, Step
 
 if TYPE_CHECKING:
@@ -100,8 +100,7 @@ def _surprises(console: Console, steps: Sequence[Step]) -> None:
         meaning = f"{code}: {REASONS[code].meaning}" if code else "see the report"
         print_line(console, "")
         print_line(console, f"{len(found)} × otherwise than planned, {meaning}", style="yellow")
-        for step in found:
-            print_line(console, f"    {step.site}{f': {step.detail}' if step.detail else ''}")
+        print_names(console, [(step.site, step.detail) for step in found])
 
 
 def _cost(totals: Mapping[str, Any]) -> str:
