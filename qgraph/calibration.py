@@ -21,7 +21,7 @@ from qgraph.text import MASK
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
 
-BATCH_ROWS = 8
+BATCH_ROWS = 4
 """Samples that run together where their shapes are equal."""
 
 Arrays = dict[str, NDArray[Any]]
