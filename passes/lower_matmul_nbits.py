@@ -10,10 +10,12 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.capabilities import Query
+from qgraph.errors import InputError
 from qgraph.formats.base import Layout
 from qgraph.graph import Graph
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.plan import best_kernel, spell_kernel
+from qgraph.recipe import LEVELS
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter, drop_constant
 from qgraph.sites import CONTRIB, Site
@@ -37,6 +39,13 @@ class LowerMatMulNBits(Pass):
     name: ClassVar[str] = "lower_matmul_nbits"
     accuracy_level: str = ""
     """`auto`, `0` or `4`; empty for the recipe's."""
+
+    def __post_init__(self) -> None:
+        if self.accuracy_level not in ("", *LEVELS):
+            wanted = ", ".join(LEVELS)
+            raise InputError(
+                f"lower_matmul_nbits.accuracy_level {self.accuracy_level!r}: wanted {wanted}"
+            )
 
     def run(self, graph: Graph, context: Context) -> list[Step]:
         """Fuse every linear that reads a dequantized weight."""

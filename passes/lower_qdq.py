@@ -118,7 +118,7 @@ class _Spelling:
         node = self._node(source, self._turned(source), 0, f"{site.name}/dequantize")
         self.rewriter.insert_before(site.node, [node])
         site.node.replace_input_with(site.position, node.outputs[0])
-        if site.op == "Gemm":
+        if site.node.attributes.get_int("transB", 0) != 0:  # Gemm, FusedMatMul
             site.node.attributes["transB"] = ir.AttrInt64("transB", 0)
         assert site.dequantizer is not None
         self.rewriter.drop_unused([site.dequantizer, *site.chain])

@@ -44,7 +44,8 @@ class RoundedSource(QuantSource):
             self._check_finite(rows, start)
             row, group = error.args[1]
             raise InputError(
-                f"weight {self.name}: row {start + row}, group {group}: {error.args[0]}; "
+                f"weight {self.name}: row {start + row}, group {group}: "
+                f"{error.args[0].rpartition(': ')[2]}; "
                 f"keep it in float with --exclude '{self.name}', or convert the model to float32"
             ) from None
         if not np.isfinite(found.scales).all():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from qgraph.capabilities import Capabilities
+from qgraph.errors import InputError
 from qgraph.explanation import Explanation, LevelProof, ProfileRow, SiteRow
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
@@ -37,7 +38,7 @@ def describe(graph: Graph, capabilities: Capabilities, metadata: Mapping[str, An
         decision = plan.of(site.name)
         assert decision is not None
         note = noted.get(site.name, {}) if isinstance(noted, dict) else {}
-        rows.append(_row(site, decision, note if isinstance(note, dict) else {}, capabilities))
+        rows.append(_row(site, decision, _trusted(note), capabilities))
     mine = {id(site.node) for site in sites}
     others = Counter(
         f"{node.domain}::{node.op_type}" if node.domain else node.op_type
@@ -53,6 +54,21 @@ def describe(graph: Graph, capabilities: Capabilities, metadata: Mapping[str, An
         others=dict(others),
         notes=tuple(graph.notes),
     )
+
+
+def _trusted(note: Any) -> dict[str, Any]:
+    """What of a site's metadata has the type that it should have: files can say anything."""
+    if not isinstance(note, dict):
+        return {}
+    found = {key: value for key, value in note.items() if isinstance(value, str)}
+    found |= {key: note[key] for key in ("n", "k", "error") if type(note.get(key)) in (int, float)}
+    if any(not isinstance(found.get(key, 0), int) for key in ("n", "k")):
+        found = {key: value for key, value in found.items() if key not in ("n", "k")}
+    try:
+        parse(found.get("format", "int4"))
+    except InputError:
+        del found["format"]
+    return found
 
 
 def _row(

@@ -36,7 +36,7 @@ def read_plan(path: Path) -> Explanation:
         )
     try:
         return _from_json(data, path.name)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{path} is a damaged plan: {type(error).__name__} {error}") from None
 
 
@@ -46,6 +46,8 @@ def _from_json(data: Mapping[str, Any], model: str) -> Explanation:
 
 
 def _row(item: Mapping[str, Any]) -> SiteRow:
+    if item["origin"] not in ("installed", "predicted"):
+        raise ValueError(f"origin {item['origin']!r}")
     fmt = parse(item["format"]) if item["format"] is not None else None
     if item["reason"] is not None and item["reason"] not in REASONS:
         raise ValueError(f"unknown reason {item['reason']!r}")

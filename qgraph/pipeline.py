@@ -20,7 +20,8 @@ from qgraph import registry
 from qgraph._version import __version__
 from qgraph.calibration import Calibration, CalibrationData
 from qgraph.capabilities import Capabilities, Query
-from qgraph.constants import same_file
+from qgraph.constants import FLOATS, same_file
+from qgraph.coverage import NOT_COUNTED
 from qgraph.errors import CoverageError, InputError, MissingExtra, NumericError
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 Source = str | os.PathLike[str] | ir.Model | Graph
 METADATA_KEY = "qgraph"
+LOST = 0.9
+"""A relative weight error above this: nothing of the weight is left (2 bits leave 0.3 to 0.7)."""
 _LOWERINGS: dict[str, tuple[str, ...]] = {
     "ort-cpu": ("lower_matmul_nbits", "lower_gather_block_quantized"),
     "ort-cuda": ("lower_matmul_nbits", "lower_gather_block_quantized"),
@@ -84,7 +87,13 @@ def capture(source: Source) -> Graph:
         return source
     path = None if isinstance(source, ir.Model) else Path(os.path.abspath(os.fspath(source)))
     model = source.clone() if isinstance(source, ir.Model) else load(path or "")
-    notes = canonicalize(model, trusted)
+    try:
+        notes = canonicalize(model, trusted)
+    except (IndexError, TypeError, AssertionError, KeyError, AttributeError) as error:
+        raise InputError(
+            f"the graph is malformed ({type(error).__name__}: {error}): check it with "
+            "onnx.checker, and export it again"
+        ) from error
     overridden = frozenset(note.name for note in notes if note.code == "OVERRIDABLE_INPUT")
     graph = Graph(model, path, [note.message for note in notes], overridden)
     graph.verify()
@@ -237,7 +246,8 @@ def explain(
     steps.stage("reading the model")
     graph = capture(model)
     metadata = read_metadata(graph.model)
-    wanted = target or metadata.get("target") or "ort-cpu"
+    noted = metadata.get("target")
+    wanted = target or (noted if noted in registry.names("target") else "ort-cpu")
     runtime: Runtime = registry.load("target", wanted)
     explanation = describe(graph, runtime.capabilities(), metadata)
     if profile:
@@ -280,6 +290,7 @@ class _Run:
         self.seconds: dict[str, float] = {}
         self.banned: frozenset[Query] = frozenset()
         self.changed: list[Step] = []
+        self.forced: dict[str, tuple[str, str]] = {}
         self.calibration: Calibration | None = None
         self.solved: dict[str, Any] = {}
         self._stage = ("", time.perf_counter())
@@ -310,6 +321,7 @@ class _Run:
         plan = make_plan(graph.sites(), self.recipe, capabilities)
         self.progress.finish(plan.coverage.line("to quantize"))
         self.report.notes.extend(_plan_notes(plan))
+        self.report.notes.extend(elsewhere(graph))
         self._gate(plan, report)
         if self.data is not None and not self.dry_run:
             self._calibrate(graph)
@@ -364,6 +376,7 @@ class _Run:
         lowerings = list(_LOWERINGS[self.target])
         if self.recipe.unfused == PORTABLE and self.target != "qdq":
             lowerings.append("lower_portable")
+        plan = plan.refusing({k: v for k, v in self.forced.items() if plan.of(k)})
         while True:
             names = ["adopt_qdq", *_solvers(plan), *lowerings, "cleanup"]
             self.report.steps[:] = self.changed
@@ -449,15 +462,24 @@ class _Run:
     def _ban(self, lowered: Graph, checks: Sequence[SiteCheck]) -> bool:
         """Ban the kernels that failed; whether there are any, so that all is done again."""
         wrong = [item for item in checks if not item.ok]
+        lost = [item for item in checks if item.ok and item.weight_error > LOST]
+        if lost and self.strict:
+            raise NumericError(f"{lost[0].site}: {_lost(lost[0])}; nothing was written")
+        self.forced.update({item.site: ("WEIGHT_LOST", _lost(item)) for item in lost})
         if not wrong:
-            return False
+            return bool(lost)
         first = wrong[0]
         words = f"{first.site}: {first.code}: {first.detail}"
         if self.strict or first.code == "BYTES":
             raise NumericError(f"{words}; nothing was written")
         sites = {site.name: site for site in lowered.sites()}
-        banned = {item.site: query_of(sites[item.site]) for item in wrong}
-        self.banned |= set(banned.values())
+        for item in wrong:
+            site = sites[item.site]
+            query = query_of(site) if site.state == "fused" else None
+            if query is None or query in self.banned:  # there is no next kernel
+                self.forced[item.site] = (str(item.code), item.detail)
+            else:
+                self.banned |= {query}
         self.changed += [
             Step("check", "next kernel", item.site, "changed", item.code, item.detail)
             for item in wrong
@@ -562,6 +584,29 @@ def _plan_notes(plan: QuantPlan) -> list[str]:
             "from the session entry session.qdq_matmulnbits_accuracy_level"
         )
     return notes
+
+
+def _lost(item: SiteCheck) -> str:
+    return f"the quantized weight is {item.weight_error:.0%} off: its scales underflow"
+
+
+def elsewhere(graph: Graph) -> list[str]:
+    """A note on the weights that no site reads: they are no linears, and stay as they are."""
+    sites = graph.sites()
+    mine = {id(node) for site in sites for node in (*site.chain, site.node)}
+    mine |= {id(site.dequantizer) for site in sites if site.dequantizer is not None}
+    sizes: dict[str, int] = {}
+    for value in graph.model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None or tensor.dtype not in FLOATS or len(tensor.shape) < 2:
+            continue
+        readers = [use.node for use in value.uses()]
+        if tensor.size >= NOT_COUNTED and readers and not any(id(n) in mine for n in readers):
+            sizes[readers[0].op_type] = sizes.get(readers[0].op_type, 0) + tensor.nbytes
+    if not sizes:
+        return []
+    words = ", ".join(f"{op} {size / 1e6:.1f} MB" for op, size in sorted(sizes.items()))
+    return [f"weights outside linears and embeddings stay as they are: {words}"]
 
 
 def _solvers(plan: QuantPlan) -> list[str]:

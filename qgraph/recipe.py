@@ -93,9 +93,13 @@ class Recipe:
         Raises:
             InputError: unreadable, no TOML, or an unknown or ill-typed key.
         """
+        if path.exists() and not path.is_file():
+            raise InputError(f"recipe {path} is no regular file; wanted a TOML file")
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except OSError as error:
+            raise InputError(f"recipe {path}: {error.strerror}") from None
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
             raise InputError(f"recipe {path}: {error}") from None
         return cls(**_fields(table, path))
 
@@ -114,7 +118,10 @@ class Recipe:
 
 
 def _fields(table: dict[str, Any], path: Path) -> dict[str, Any]:
-    overrides = tuple(_override(item, path) for item in table.pop("set", []))
+    sets = table.pop("set", [])
+    if not isinstance(sets, list):
+        raise InputError(f"recipe {path}: set wants [[set]] tables, not {sets!r}")
+    overrides = tuple(_override(item, path) for item in sets)
     known = {field.name for field in dataclasses.fields(Recipe)} - {"overrides"}
     found: dict[str, Any] = {"overrides": overrides}
     for key, value in table.items():
@@ -126,7 +133,9 @@ def _fields(table: dict[str, Any], path: Path) -> dict[str, Any]:
                 raise InputError(f"recipe {path}: {key} wants a list of selectors, not {value!r}")
             value = tuple(value)
         elif key == "options":
-            value = {str(k): str(v) for k, v in dict(value).items()}
+            if not isinstance(value, dict):
+                raise InputError(f"recipe {path}: options wants a table, not {value!r}")
+            value = {str(k): str(v) for k, v in value.items()}
         elif key == "group":
             if isinstance(value, bool) or not (isinstance(value, int) or value == "row"):
                 raise InputError(f"recipe {path}: group wants a number or 'row', not {value!r}")

@@ -130,6 +130,11 @@ _REASONS = (
         "repair the checkpoint, or keep this weight in float with --exclude",
     ),
     Reason(
+        "WEIGHT_LOST",
+        "quantizing would leave nothing of the weight: its scales are below what float16 holds",
+        "convert the model to float32, or scale the weight up and its output down",
+    ),
+    Reason(
         "FP32_FALLBACK_KERNEL",
         "the kernel converts to float32 and back at each call",
         "keep the model in float32 on this target",

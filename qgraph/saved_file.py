@@ -42,6 +42,10 @@ def check_output(output: Path, *, force: bool = False, protect: Collection[Path]
         raise InputError(f"there is no folder {folder}: create it, or choose another output")
     if len(os.fsencode(output.name)) > os.pathconf(folder, "PC_NAME_MAX") - _NAME_ADDS:
         raise InputError(f"the name of the output is too long: {output.name}")
+    try:
+        output.name.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InputError(f"the name of the output is not UTF-8: {output.name!r}") from None
     if output.is_dir():
         raise InputError(f"the output {output} is a folder: name a file in it")
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -78,6 +82,18 @@ def data_files(path: Path, stem: str) -> set[str]:
         return set()
     ours = re.compile(re.escape(stem.encode()) + rb"-[0-9a-f]{8,64}\.data")
     return {os.fsdecode(name) for name in ours.findall(path.read_bytes())}
+
+
+def named_by_others(output: Path, data: str) -> bool:
+    """Whether another model of ours in the folder names the data file (a copy, or a same stem)."""
+    needle = os.fsencode(data)
+    for path in output.parent.iterdir():
+        small = path.is_file() and path.stat().st_size <= _WITH_DATA_FILE_BYTES
+        if not small or path.name in (output.name, data) or path.suffix == ".data":
+            continue
+        if is_ours(path) and needle in path.read_bytes():
+            return True
+    return False
 
 
 def remove_abandoned(output: Path, stem: str) -> None:

@@ -14,6 +14,7 @@ from qgraph.sites import Site
 ROLES = ("linear", "head", "embedding")
 MODULE = "qgraph.module"
 """Key of `Node.meta`: the torch module that a node came from, where the exporter told."""
+_COUNT = re.compile(r"[1-9][0-9]{0,5}")
 _LAYER = re.compile(r"(?:^|[./_])(?:layers?|blocks?|h|stages?)[./_](\d+)(?:[./_]|$)")
 
 
@@ -28,12 +29,13 @@ class Selector:
         kind, _, rest = self.text.partition(":")
         if kind == "role":
             return site.role == rest
-        if kind in ("first", "last") and rest.isdigit():
+        if kind in ("first", "last") and _COUNT.fullmatch(rest):
             layer = layer_of(site)
             if layer is None:
                 return False
             return layer < int(rest) if kind == "first" else layer >= layers - int(rest)
-        return any(fnmatch.fnmatchcase(name, self.text) for name in names_of(site))
+        names = names_of(site)
+        return self.text in names or any(fnmatch.fnmatchcase(n, self.text) for n in names)
 
 
 def names_of(site: Site) -> tuple[str, ...]:
@@ -64,7 +66,7 @@ def check(selectors: Sequence[str], sites: Sequence[Site]) -> None:
     """
     for text in selectors:
         kind, colon, rest = text.partition(":")
-        if colon and kind in ("first", "last") and not (rest.isdigit() and int(rest)):
+        if colon and kind in ("first", "last") and not _COUNT.fullmatch(rest):
             raise InputError(f"selector {text!r}: wanted {kind}:N, N layers from 1 on")
         if colon and kind == "role" and rest not in ROLES:
             raise InputError(f"selector {text!r}: wanted role:{', role:'.join(ROLES)}")

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from qgraph.capabilities import GATHER_BLOCK_QUANTIZED, MATMUL_NBITS
 from qgraph.constants import FLOATS, open_array
-from qgraph.errors import GraphError
+from qgraph.errors import GraphError, InputError
 from qgraph.formats.base import Array
 from qgraph.scopes import nodes
 from qgraph.view import NotAView, View, is_view_op, trace
@@ -152,12 +152,22 @@ class Site:
         return graph
 
 
+_MALFORMED = (IndexError, TypeError, AssertionError, ZeroDivisionError, ValueError, KeyError)
+
+
 def find_sites(model: ir.Model) -> list[Site]:
     """All sites of the main graph and its bodies, in graph order."""
     found: list[Site] = []
     for node in nodes(model.graph):
         finder = _FINDERS.get((node.domain, node.op_type)) or _own_finder(node)
-        site = finder(node) if finder else None
+        try:
+            site = finder(node) if finder else None
+        except _MALFORMED as error:
+            raise InputError(
+                f"node {node.name} ({node.op_type}) is malformed "
+                f"({type(error).__name__}: {error}): "
+                "check the model with onnx.checker, and export it again"
+            ) from error
         if site is not None:
             found.append(site)
     return _with_heads(found, model)

@@ -76,8 +76,9 @@ class View:
 
     def to_float(self, block: Array) -> Array:
         """`block` through the casts and the factor, as float32 (no copy if it is that already)."""
-        for cast in self.casts:
-            block = block.astype(cast.numpy(), copy=False)
+        with np.errstate(over="ignore"):  # infinities are found, and named, when rounding
+            for cast in self.casts:
+                block = block.astype(cast.numpy(), copy=False)
         block = np.asarray(block, dtype=np.float32)
         return block if self.factor == 1.0 else block * np.float32(self.factor)
 

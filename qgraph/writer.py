@@ -28,7 +28,13 @@ from qgraph.model_tensors import (
     replaced_tensors,
 )
 from qgraph.out_file import OutFile
-from qgraph.saved_file import check_output, data_files, remove_abandoned, remove_data
+from qgraph.saved_file import (
+    check_output,
+    data_files,
+    named_by_others,
+    remove_abandoned,
+    remove_data,
+)
 
 SINGLE_FILE_BYTES = 2_000_000_000
 """The most that one .onnx can hold: protobuf messages end at 2 GiB."""
@@ -206,6 +212,8 @@ class Save:
         self._new_data = None
         final = self._final
         for name in old - {final.name if final else ""}:
+            if named_by_others(self.output, name):
+                continue
             remove_data(self.output.parent / name, self.protect)
         return [self.output, *([final] if final else [])]
 

@@ -67,8 +67,12 @@ class OrtRuntime(Runtime):
         return profile_model(model, feeds, runs=runs, providers=self._providers())
 
     def load(self, model: Model) -> None:
-        """See `Runtime.load`; without optimizing and prepacking, which cost time and memory."""
-        open_session(model, providers=self._providers(), reference=True, prepack=False)
+        """See `Runtime.load`; without optimizing and prepacking, which cost time and memory.
+
+        A Q/DQ graph is optimized: fusing it is where a runtime goes wrong.
+        """
+        plain = self.target != "qdq"
+        open_session(model, providers=self._providers(), reference=plain, prepack=not plain)
 
     def installed(self) -> bool:
         """See `Runtime.installed`."""

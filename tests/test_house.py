@@ -49,6 +49,7 @@ PUBLIC = {
 }
 
 REASON_CODES = {
+    "WEIGHT_LOST",
     "SLOW_KERNEL",
     "SOLVER_FELL_BACK",
     "GROUP_ADJUSTED",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import typer
@@ -23,7 +24,7 @@ def one_of(known: Sequence[str]) -> Callable[[str | None], str | None]:
 
 def group(value: str | None) -> str | None:
     """A callback for group sizes; what a group may be is the format's own affair."""
-    if value not in (None, "row") and not (str(value).isdecimal() and int(str(value))):
+    if value not in (None, "row") and not re.fullmatch(r"[1-9][0-9]{0,5}", str(value)):
         raise typer.BadParameter(f"{value!r} is neither a number (16 to 256) nor 'row'")
     return value
 

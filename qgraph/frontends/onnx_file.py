@@ -61,6 +61,8 @@ def _checked_path(path: str | os.PathLike[str]) -> str:
         found = sorted(name for name in os.listdir(file) if name.endswith(".onnx"))
         hint = f": name one of {', '.join(found)}" if found else ", with no .onnx file in it"
         raise InputError(f"{file} is a folder{hint}")
+    if os.path.exists(file) and not os.path.isfile(file):
+        raise InputError(f"{file} is no regular file; wanted an ONNX file")
     try:
         with open(file, "rb"):
             size = os.path.getsize(file)
@@ -68,8 +70,6 @@ def _checked_path(path: str | os.PathLike[str]) -> str:
         raise InputError(f"{file}: no such file{_neighbours(file)}") from None
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}") from None
-    if not os.path.isfile(file):
-        raise InputError(f"{file} is no regular file; wanted an ONNX file")
     if size == 0:
         raise InputError(f"{file} is empty; wanted an ONNX model. Export or download it again")
     if size > LARGEST:
