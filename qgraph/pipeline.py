@@ -473,10 +473,11 @@ class _Run:
         if self.strict or first.code == "BYTES":
             raise NumericError(f"{words}; nothing was written")
         sites = {site.name: site for site in lowered.sites()}
+        before = self.banned
         for item in wrong:
             site = sites[item.site]
             query = query_of(site) if site.state == "fused" else None
-            if query is None or query in self.banned:  # there is no next kernel
+            if query is None or query in before:  # there is no next kernel
                 self.forced[item.site] = (str(item.code), item.detail)
             else:
                 self.banned |= {query}

@@ -104,7 +104,7 @@ def test_embeddings_on_the_cpu() -> None:
     [
         (8, 0, "float32", 13), (8, 0, "float16", 19), (8, 32, "float32", 21),
         (4, 0, "float32", 21), (4, 32, "float16", 21),
-        (2, 0, "float32", 25), (2, 64, "float16", 25),
+        (2, 32, "float32", 25), (2, 64, "float16", 25),
     ],
 )  # fmt: skip
 def test_opsets_of_the_portable_spelling(bits: int, block: int, dtype: str, opset: int) -> None:
