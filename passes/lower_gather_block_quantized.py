@@ -11,9 +11,9 @@ import onnx_ir as ir
 from qgraph.capabilities import Query
 from qgraph.formats.base import Layout
 from qgraph.graph import Graph
+from qgraph.kernel_choice import best_kernel, spell_kernel
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.passes.lower_matmul_nbits import CannotFuse, check_view, place
-from qgraph.plan import best_kernel, spell_kernel
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.sites import CONTRIB, Site

@@ -13,8 +13,8 @@ from qgraph.capabilities import Query
 from qgraph.errors import InputError
 from qgraph.formats.base import Layout
 from qgraph.graph import Graph
+from qgraph.kernel_choice import best_kernel, spell_kernel
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
-from qgraph.plan import best_kernel, spell_kernel
 from qgraph.recipe import LEVELS
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter, drop_constant

@@ -9,10 +9,10 @@ import onnx_ir as ir
 
 from qgraph.formats.base import Layout, Part
 from qgraph.graph import Graph
+from qgraph.kernel_choice import best_kernel
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.passes.lower_matmul_nbits import missing_axes
 from qgraph.passes.opset import CannotRaise, raise_opset
-from qgraph.plan import best_kernel
 from qgraph.quant_tensor import QuantSource
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter

@@ -15,7 +15,8 @@ from qgraph.errors import InputError
 from qgraph.explanation import Explanation, LevelProof, ProfileRow, SiteRow
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
-from qgraph.plan import PORTABLE, Decision, make_plan, query_of, spell_kernel
+from qgraph.kernel_choice import PORTABLE, query_of, spell_kernel
+from qgraph.plan import Decision, make_plan
 from qgraph.recipe import Recipe
 from qgraph.report import REASONS
 from qgraph.scopes import nodes

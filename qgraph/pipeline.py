@@ -7,8 +7,6 @@ import dataclasses
 import gc
 import json
 import os
-import resource
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,24 +18,29 @@ from qgraph import registry
 from qgraph._version import __version__
 from qgraph.calibration import Calibration, CalibrationData
 from qgraph.capabilities import Capabilities, Query
-from qgraph.constants import FLOATS, same_file
-from qgraph.coverage import NOT_COUNTED
 from qgraph.errors import CoverageError, InputError, MissingExtra, NumericError
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
+from qgraph.kernel_choice import PORTABLE, query_of
 from qgraph.passes.base import Context, Pass
 from qgraph.plan import (
-    KEPT,
-    PORTABLE,
     Decision,
     QuantPlan,
     make_plan,
-    query_of,
     require_known_options,
 )
 from qgraph.progress import Progress, Silent
 from qgraph.recipe import Override, Recipe
 from qgraph.report import SCHEMA, Report, Step
+from qgraph.run_notes import (
+    check_paths,
+    elsewhere,
+    entry,
+    peak_rss,
+    plan_notes,
+    stored_bytes,
+    write_report,
+)
 from qgraph.samples import Data
 
 if TYPE_CHECKING:
@@ -307,9 +310,9 @@ class _Run:
         """See the function of this name."""
         self._start("capture")
         graph = capture(model)
-        _check_paths(graph, output, report, force)
+        check_paths(graph, output, report, force)
         self.report.notes.extend(graph.notes)
-        before = sum(path.stat().st_size for path in graph.files) or _stored_bytes(graph.model)
+        before = sum(path.stat().st_size for path in graph.files) or stored_bytes(graph.model)
         self.progress.finish(f"{len(graph.model.graph)} nodes, {before / 1e6:.1f} MB")
         self.changed += [
             Step("capture", "constant", site.name, "changed", "OVERRIDABLE_INPUT", site.weight_name)
@@ -320,7 +323,7 @@ class _Run:
         self._start("plan")
         plan = make_plan(graph.sites(), self.recipe, capabilities)
         self.progress.finish(plan.coverage.line("to quantize"))
-        self.report.notes.extend(_plan_notes(plan))
+        self.report.notes.extend(plan_notes(plan))
         self.report.notes.extend(elsewhere(graph))
         self._gate(plan, report)
         if self.data is not None and not self.dry_run:
@@ -362,7 +365,7 @@ class _Run:
             return
         where = "add --report plan.json, and `qgraph explain plan.json` says why, site by site"
         if report is not None:
-            _write_report(report, plan.to_json())
+            write_report(report, plan.to_json())
             where = f"`qgraph explain {report}` says why, site by site"
         line = coverage.line("would quantize")
         if nothing:
@@ -497,7 +500,7 @@ class _Run:
         self, model: ir.Model, plan: QuantPlan, errors: Mapping[str, float | None]
     ) -> None:
         """Write the decisions into the model's metadata: deterministic, no times, no paths."""
-        sites = {item.site: _entry(item, errors.get(item.site)) for item in plan.decisions}
+        sites = {item.site: entry(item, errors.get(item.site)) for item in plan.decisions}
         content = {
             "schema": SCHEMA,
             "version": __version__,
@@ -519,7 +522,7 @@ class _Run:
         self, lowered: Graph, plan: QuantPlan, files: list[Path], before: int, report: Path | None
     ) -> Result:
         self._start("")
-        after = sum(path.stat().st_size for path in files) or _stored_bytes(lowered.model)
+        after = sum(path.stat().st_size for path in files) or stored_bytes(lowered.model)
         coverage = plan.coverage
         kernels: dict[str, int] = {}
         for item in plan.decisions:
@@ -530,12 +533,12 @@ class _Run:
             "bytes_before": before,
             "bytes_after": after,
             "seconds": self.seconds,
-            "peak_rss_bytes": _peak_rss(),
+            "peak_rss_bytes": peak_rss(),
             "kernels": kernels,
             "files": [{"path": str(path), "bytes": path.stat().st_size} for path in files],
         }
         if report is not None:
-            _write_report(report, plan.to_json() if self.dry_run else self.report.to_json())
+            write_report(report, plan.to_json() if self.dry_run else self.report.to_json())
         verb = "quantized" if files else "would quantize"
         return Result(lowered, plan, self.report, files, coverage.line(verb, (before, after)))
 
@@ -551,63 +554,8 @@ class _Run:
             self.progress.finish()
 
 
-def _check_paths(graph: Graph, output: Path | None, report: Path | None, force: bool) -> None:
-    """Refuse paths that cannot be written, or would destroy a file, before any work."""
-    from qgraph.saved_file import check_output
-
-    if output is not None:
-        check_output(output, force=force, protect=graph.files)
-    if report is None:
-        return
-    if report.is_dir() or not os.access(report.absolute().parent, os.W_OK):
-        raise InputError(f"report {report}: no path that can be written; choose another one")
-    protect = [*graph.files, *([output] if output is not None else [])]
-    if any(path.resolve() == report.resolve() or same_file(path, report) for path in protect):
-        raise InputError(f"report {report} would overwrite a model: choose another path")
-
-
-def _plan_notes(plan: QuantPlan) -> list[str]:
-    """What a user would not expect of the plan."""
-    notes = []
-    tables = {item.format for item in plan.decisions if item.role == "embedding" and item.quantized}
-    if tables and plan.recipe.embedding == "auto":
-        notes.append(
-            f"embeddings and the heads tied to them are {', '.join(sorted(map(str, tables)))}, "
-            "whatever --format says: 4 bits there lose much quality for little space; "
-            "--embedding uint4 has it all the same"
-        )
-    kept = sum(item.solver == KEPT for item in plan.decisions)
-    if kept:
-        notes.append(f"{kept} sites came packed and stay as they are, whatever was asked for")
-    if plan.target == "qdq" and plan.recipe.accuracy_level != "auto":
-        notes.append(
-            "the accuracy level is the runtime's choice in a Q/DQ graph: ONNX Runtime takes it "
-            "from the session entry session.qdq_matmulnbits_accuracy_level"
-        )
-    return notes
-
-
 def _lost(item: SiteCheck) -> str:
     return f"the quantized weight is {item.weight_error:.0%} off: its scales underflow"
-
-
-def elsewhere(graph: Graph) -> list[str]:
-    """A note on the weights that no site reads: they are no linears, and stay as they are."""
-    sites = graph.sites()
-    mine = {id(node) for site in sites for node in (*site.chain, site.node)}
-    mine |= {id(site.dequantizer) for site in sites if site.dequantizer is not None}
-    sizes: dict[str, int] = {}
-    for value in graph.model.graph.initializers.values():
-        tensor = value.const_value
-        if tensor is None or tensor.dtype not in FLOATS or len(tensor.shape) < 2:
-            continue
-        readers = [use.node for use in value.uses()]
-        if tensor.size >= NOT_COUNTED and readers and not any(id(n) in mine for n in readers):
-            sizes[readers[0].op_type] = sizes.get(readers[0].op_type, 0) + tensor.nbytes
-    if not sizes:
-        return []
-    words = ", ".join(f"{op} {size / 1e6:.1f} MB" for op, size in sorted(sizes.items()))
-    return [f"weights outside linears and embeddings stay as they are: {words}"]
 
 
 def _solvers(plan: QuantPlan) -> list[str]:
@@ -643,59 +591,6 @@ def _converted(key: str, text: str, default: Any) -> Any:
         return type(default)(text)
     except ValueError:
         raise InputError(f"--option {key}={text}: wanted {type(default).__name__}") from None
-
-
-def _entry(item: Decision, error: float | None) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "weight": item.weight,
-        "role": item.role,
-        "op": item.op,
-        "module": item.module,
-        "n": item.n,
-        "k": item.k,
-        "format": item.format,
-        "solver": item.solver,
-        "kernel": item.kernel,
-        "reason": item.reason,
-        "detail": item.detail,
-        "shared_with": item.shared_with,
-        "error": None if error is None else float(f"{error:.4g}"),
-    }
-    return {key: value for key, value in entry.items() if value not in (None, "")}
-
-
-def _stored_bytes(model: ir.Model) -> int:
-    """Bytes of all constants, each counted once."""
-    seen: dict[int, int] = {}
-    for scope in (model.graph, *model.graph.subgraphs()):
-        for value in scope.initializers.values():
-            if value.const_value is not None:
-                seen[id(value.const_value)] = value.const_value.nbytes
-    return sum(seen.values())
-
-
-def _peak_rss() -> int:
-    """The process's peak resident set so far, in bytes.
-
-    Linux's `ru_maxrss` starts at what the parent had when it started this process; VmHWM does not.
-    """
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        found = [line for line in status.splitlines() if line.startswith("VmHWM:")]
-        return int(found[0].split()[1]) * 1024
-    except (OSError, IndexError, ValueError):
-        pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _write_report(path: Path, content: Mapping[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"report {path}: {error.strerror}: choose a path that can be written"
-        ) from None
 
 
 __all__ = ["Result", "capture", "explain", "open", "optimize", "parse"]

@@ -12,17 +12,20 @@ import numpy as np
 from qgraph import registry
 from qgraph.adopted import ADOPTED, AdoptedSource, adopt
 from qgraph.capabilities import (
-    DEQUANTIZE_LINEAR,
-    GATHER_BLOCK_QUANTIZED,
-    MATMUL_NBITS,
-    Answer,
     Capabilities,
-    Query,
 )
 from qgraph.constants import open_array
 from qgraph.coverage import Coverage
 from qgraph.errors import InputError
 from qgraph.formats.base import Format, parse
+from qgraph.kernel_choice import (
+    PORTABLE,
+    best_kernel,
+    dividing_group,
+    kernel_of,
+    query_of,
+    spell_kernel,
+)
 from qgraph.recipe import FLOAT, Recipe
 from qgraph.report import SCHEMA
 from qgraph.selectors import MODULE, Selector, check, layer_count
@@ -34,10 +37,6 @@ SYMMETRIC_4_BIT = "int4"
 DEFAULT_GROUP = 64
 """Measured on SmolLM2-135M with its channels off the Q4_1 grid: see tests/benchmarks/results."""
 BEST_EMBEDDING = "int8"
-SMALLEST_AUTO_GROUP = 32
-"""Groups chosen here are not made smaller than this to divide K."""
-PORTABLE = "portable"
-"""The kernel of a site that is dequantized block by block in standard operators."""
 KEPT = "kept"
 """The solver of a site that came in with a fused kernel."""
 _QUANTIZED = ("qdq", "dequantize")
@@ -145,7 +144,7 @@ class QuantPlan:
 
         failed: site → (reason code, detail) of the kernel that a check found wrong before.
         """
-        kernels = {site.name: _kernel_of(site) for site in sites if site.state in PACKED}
+        kernels = {site.name: kernel_of(site) for site in sites if site.state in PACKED}
         failed = failed or {}
         decisions = []
         for item in self.decisions:
@@ -275,21 +274,6 @@ def embedding_format(recipe: Recipe) -> Format | None:
 def _parse_with(text: str, group: int | None) -> Format:
     """The format that `text` spells, at `group` unless the text names one."""
     return parse(text, group=None if "group=" in text else group)
-
-
-def dividing_group(k: int, group: int) -> int:
-    """The largest group up to `group` that divides `k`, so that no kernel pads its last block.
-
-    For formats that are chosen here (`auto`): on SmolLM2 (K = 576) groups of 128 are padded to
-    640 columns, and the file is larger than with groups of 64, and less exact. Groups below 32
-    cost more than the padding; then `group` stays, as it does where the user names the format.
-    """
-    candidate = group
-    while candidate >= SMALLEST_AUTO_GROUP:
-        if k % candidate == 0:
-            return candidate
-        candidate //= 2
-    return group
 
 
 class _Planner:
@@ -512,70 +496,6 @@ def _rows_equal(one: Site, other: Site, start: int, stop: int) -> bool:
     return bool(np.array_equal(first, second))
 
 
-def blocks_of(fmt: Format) -> tuple[int, ...]:
-    """Kernel block sizes that hold this format: its group, then divisors whose scales repeat."""
-    if fmt.group == 0:
-        return (128, 64, 32, 256, 16)
-    return tuple(b for b in (fmt.group, fmt.group // 2, fmt.group // 4, fmt.group // 8) if b >= 16)
-
-
-def best_kernel(
-    capabilities: Capabilities,
-    site: Site,
-    fmt: Format,
-    accuracy_level: str,
-    banned: frozenset[Query] = frozenset(),
-) -> tuple[Answer, Query]:
-    """The first kernel that takes the site, in the order of preference, and its parameters.
-
-    Level 4 (int8 activations) first, at the format's own block, then at smaller blocks with
-    repeated scales; then level 0. Kernels that are much slower than float are taken only where
-    level 0 is asked for.
-    """
-    candidates = list(_candidates(capabilities, site, fmt, accuracy_level))
-    first: Answer | None = None
-    for query in candidates:
-        if query in banned:
-            continue
-        answer = capabilities.ask(query)
-        if answer:
-            return answer, query
-        if query.block == candidates[0].block:
-            first = answer  # the refusal at the block that was asked for, at the lowest level
-    if banned and first is None:
-        first = Answer(None, "KERNEL_FAILED_CHECK", "every kernel missed its error bound")
-    assert first is not None
-    return first, candidates[0]
-
-
-def _candidates(
-    capabilities: Capabilities, site: Site, fmt: Format, accuracy_level: str
-) -> list[Query]:
-    assert site.dtype is not None
-    dtype = "float32" if site.dtype.name == "FLOAT" else site.dtype.name.lower()
-    op = MATMUL_NBITS if site.role != "embedding" else GATHER_BLOCK_QUANTIZED
-    base = Query(op, dtype, fmt.bits, fmt.group, 0, fmt.symmetric, site.n, site.k)
-    if capabilities.target == "qdq":
-        return [dataclasses.replace(base, op=DEQUANTIZE_LINEAR)]
-    blocks = [dataclasses.replace(base, block=block) for block in blocks_of(fmt)]
-    if site.role == "embedding":
-        return blocks
-    levels = {"auto": (4, 0), "0": (0,), "4": (4,)}[accuracy_level]
-    slow = accuracy_level == "0"
-    return [
-        dataclasses.replace(item, level=level, allow_slow=slow)
-        for level in levels
-        for item in blocks
-    ]
-
-
-def spell_kernel(query: Query) -> str:
-    """`MatMulNBits bits=4 block=128 level=4`."""
-    name = query.op.partition("::")[2]
-    level = f" level={query.level}" if query.op == MATMUL_NBITS else ""
-    return f"{name} bits={query.bits} block={query.block}{level}"
-
-
 def require_known_options(recipe: Recipe) -> None:
     """Refuse `--option PASS.FIELD=VALUE` for a pass or field that does not exist."""
     for key in recipe.options:
@@ -589,26 +509,3 @@ def require_known_options(recipe: Recipe) -> None:
             raise InputError(
                 f"pass {name} has no field {field!r}{near} (it has: {', '.join(fields) or 'none'})"
             )
-
-
-def _kernel_of(site: Site) -> str:
-    return PORTABLE if site.state == "portable" else spell_kernel(query_of(site))
-
-
-def query_of(site: Site) -> Query:
-    """The kernel that a fused site runs, as the question that a plan asks."""
-    attributes = site.node.attributes
-    zeros = site.node.inputs[3] if len(site.node.inputs) > 3 else None
-    dtype = (
-        "float32" if site.dtype is None or site.dtype.name == "FLOAT" else site.dtype.name.lower()
-    )
-    return Query(
-        GATHER_BLOCK_QUANTIZED if site.role == "embedding" else MATMUL_NBITS,
-        dtype,
-        attributes.get_int("bits", 4),
-        attributes.get_int("block_size", 128 if site.role == "embedding" else 0),
-        attributes.get_int("accuracy_level", 0),
-        zeros is None,
-        site.n,
-        site.k,
-    )

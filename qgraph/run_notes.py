@@ -1,0 +1,128 @@
+"""What a run of `optimize` says and measures beside its work: notes, metadata, sizes, reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from qgraph.constants import FLOATS, same_file
+from qgraph.coverage import NOT_COUNTED
+from qgraph.errors import InputError
+from qgraph.graph import Graph
+from qgraph.plan import KEPT, Decision, QuantPlan
+from qgraph.saved_file import check_output
+
+
+def check_paths(graph: Graph, output: Path | None, report: Path | None, force: bool) -> None:
+    """Refuse paths that cannot be written, or would destroy a file, before any work."""
+    if output is not None:
+        check_output(output, force=force, protect=graph.files)
+    if report is None:
+        return
+    if report.is_dir() or not os.access(report.absolute().parent, os.W_OK):
+        raise InputError(f"report {report}: no path that can be written; choose another one")
+    protect = [*graph.files, *([output] if output is not None else [])]
+    if any(path.resolve() == report.resolve() or same_file(path, report) for path in protect):
+        raise InputError(f"report {report} would overwrite a model: choose another path")
+
+
+def plan_notes(plan: QuantPlan) -> list[str]:
+    """What a user would not expect of the plan."""
+    notes = []
+    tables = {item.format for item in plan.decisions if item.role == "embedding" and item.quantized}
+    if tables and plan.recipe.embedding == "auto":
+        notes.append(
+            f"embeddings and the heads tied to them are {', '.join(sorted(map(str, tables)))}, "
+            "whatever --format says: 4 bits there lose much quality for little space; "
+            "--embedding uint4 has it all the same"
+        )
+    kept = sum(item.solver == KEPT for item in plan.decisions)
+    if kept:
+        notes.append(f"{kept} sites came packed and stay as they are, whatever was asked for")
+    if plan.target == "qdq" and plan.recipe.accuracy_level != "auto":
+        notes.append(
+            "the accuracy level is the runtime's choice in a Q/DQ graph: ONNX Runtime takes it "
+            "from the session entry session.qdq_matmulnbits_accuracy_level"
+        )
+    return notes
+
+
+def elsewhere(graph: Graph) -> list[str]:
+    """A note on the weights that no site reads: they are no linears, and stay as they are."""
+    sites = graph.sites()
+    mine = {id(node) for site in sites for node in (*site.chain, site.node)}
+    mine |= {id(site.dequantizer) for site in sites if site.dequantizer is not None}
+    sizes: dict[str, int] = {}
+    for value in graph.model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None or tensor.dtype not in FLOATS or len(tensor.shape) < 2:
+            continue
+        readers = [use.node for use in value.uses()]
+        if tensor.size >= NOT_COUNTED and readers and not any(id(n) in mine for n in readers):
+            sizes[readers[0].op_type] = sizes.get(readers[0].op_type, 0) + tensor.nbytes
+    if not sizes:
+        return []
+    words = ", ".join(f"{op} {size / 1e6:.1f} MB" for op, size in sorted(sizes.items()))
+    return [f"weights outside linears and embeddings stay as they are: {words}"]
+
+
+def entry(item: Decision, error: float | None) -> dict[str, Any]:
+    """What the model's metadata says of one site."""
+    found: dict[str, Any] = {
+        "weight": item.weight,
+        "role": item.role,
+        "op": item.op,
+        "module": item.module,
+        "n": item.n,
+        "k": item.k,
+        "format": item.format,
+        "solver": item.solver,
+        "kernel": item.kernel,
+        "reason": item.reason,
+        "detail": item.detail,
+        "shared_with": item.shared_with,
+        "error": None if error is None else float(f"{error:.4g}"),
+    }
+    return {key: value for key, value in found.items() if value not in (None, "")}
+
+
+def stored_bytes(model: ir.Model) -> int:
+    """Bytes of all constants, each counted once."""
+    seen: dict[int, int] = {}
+    for scope in (model.graph, *model.graph.subgraphs()):
+        for value in scope.initializers.values():
+            if value.const_value is not None:
+                seen[id(value.const_value)] = value.const_value.nbytes
+    return sum(seen.values())
+
+
+def peak_rss() -> int:
+    """The process's peak resident set so far, in bytes.
+
+    Linux's `ru_maxrss` starts at what the parent had when it started this process; VmHWM does not.
+    """
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        found = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+        return int(found[0].split()[1]) * 1024
+    except (OSError, IndexError, ValueError):
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def write_report(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON; the path was checked before the work began."""
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"report {path}: {error.strerror}: choose a path that can be written"
+        ) from None
