@@ -314,17 +314,18 @@ class _Run:
         self.report.notes.extend(graph.notes)
         before = sum(path.stat().st_size for path in graph.files) or stored_bytes(graph.model)
         self.progress.finish(f"{len(graph.model.graph)} nodes, {before / 1e6:.1f} MB")
+        sites = graph.sites()
         self.changed += [
             Step("capture", "constant", site.name, "changed", "OVERRIDABLE_INPUT", site.weight_name)
-            for site in graph.sites()
+            for site in sites
             if site.weight_name in graph.overridden
         ]
         capabilities = self._capabilities(output)
         self._start("plan")
-        plan = make_plan(graph.sites(), self.recipe, capabilities)
+        plan = make_plan(sites, self.recipe, capabilities)
         self.progress.finish(plan.coverage.line("to quantize"))
         self.report.notes.extend(plan_notes(plan))
-        self.report.notes.extend(elsewhere(graph))
+        self.report.notes.extend(elsewhere(graph, sites))
         self._gate(plan, report)
         if self.data is not None and not self.dry_run:
             self._calibrate(graph)

@@ -6,7 +6,7 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from qgraph.errors import InputError
 from qgraph.graph import Graph
 from qgraph.plan import KEPT, Decision, QuantPlan
 from qgraph.saved_file import check_output
+from qgraph.sites import Site
 
 
 def check_paths(graph: Graph, output: Path | None, report: Path | None, force: bool) -> None:
@@ -54,9 +55,8 @@ def plan_notes(plan: QuantPlan) -> list[str]:
     return notes
 
 
-def elsewhere(graph: Graph) -> list[str]:
+def elsewhere(graph: Graph, sites: Sequence[Site]) -> list[str]:
     """A note on the weights that no site reads: they are no linears, and stay as they are."""
-    sites = graph.sites()
     mine = {id(node) for site in sites for node in (*site.chain, site.node)}
     mine |= {id(site.dequantizer) for site in sites if site.dequantizer is not None}
     sizes: dict[str, int] = {}
