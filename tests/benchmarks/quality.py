@@ -23,7 +23,8 @@ import torch
 import qgraph
 from qgraph.models import smollm2
 
-PAPER = {"quantize_gptq.sweeps": "0", "quantize_gptq.correct": "false"}
+PAPER = {"quantize_gptq.correct": "false"}
+REFINED = {"quantize_gptq.sweeps": "2", "quantize_gptq.refit": "true"}
 ROWS: dict[str, dict[str, Any]] = {
     "rounding": {},
     "int8 rounding": {"format": "int8:group=64"},
@@ -31,8 +32,8 @@ ROWS: dict[str, dict[str, Any]] = {
         "solver": "gptq", "options": {**PAPER, "quantize_gptq.act_order": "false"},
     },
     "gptq, act order": {"solver": "gptq", "options": PAPER},
-    "gptq, act order, corrected": {"solver": "gptq", "options": {"quantize_gptq.sweeps": "0"}},
-    "gptq, corrected, refined": {"solver": "gptq"},
+    "gptq, act order, corrected": {"solver": "gptq"},
+    "gptq, corrected, refined": {"solver": "gptq", "options": REFINED},
 }  # fmt: skip
 
 

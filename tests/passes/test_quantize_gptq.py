@@ -15,7 +15,8 @@ from qgraph.calibration import joined, rows_of
 from qgraph.models import tiny
 
 FLOAT_HEAD: dict[str, Any] = {"embedding": "float", "exclude": ["role:head"]}
-PLAIN = {"quantize_gptq.sweeps": "0", "quantize_gptq.correct": "false"}
+PLAIN = {"quantize_gptq.correct": "false"}
+REFINED = {"quantize_gptq.sweeps": "2", "quantize_gptq.refit": "true"}
 PAPER = {**PLAIN, "quantize_gptq.act_order": "false"}
 
 
@@ -44,9 +45,11 @@ def test_each_step_pays_on_the_tiny_model(model: Path, tmp_path: Path) -> None:
     paper, _ = kl(model, tmp_path, solver="gptq", calibrate=ids, options=PAPER)
     ordered, _ = kl(model, tmp_path, solver="gptq", calibrate=ids, options=PLAIN)
     best, result = kl(model, tmp_path, solver="gptq", calibrate=ids)
+    refined, _ = kl(model, tmp_path, solver="gptq", calibrate=ids, options=REFINED)
     assert paper <= 0.35 * rounding
     assert ordered <= paper
     assert best <= 0.85 * ordered
+    assert refined <= 1.05 * best
     steps = [step for step in result.report.steps if step.pass_name == "quantize_gptq"]
     assert len(steps) == 28
     assert all("of rounding's" in step.detail for step in steps)
@@ -157,7 +160,12 @@ def test_the_better_of_solver_and_rounding_is_kept(
     real = gptq.refine
     monkeypatch.setattr(gptq, "refine", lambda *a: real(*a).neg().clamp(0, 15))
     result = qgraph.optimize(
-        small(tmp_path), tmp_path / "o.onnx", solver="gptq", calibrate=data(), format="uint4"
+        small(tmp_path),
+        tmp_path / "o.onnx",
+        solver="gptq",
+        calibrate=data(),
+        format="uint4",
+        options={"quantize_gptq.sweeps": "1"},
     )
     steps = [s for s in result.report.steps if s.pass_name == "quantize_gptq"]
     assert {s.reason for s in steps} == {"SOLVER_FELL_BACK"}
