@@ -16,7 +16,8 @@ from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.passes.lower_matmul_nbits import CannotFuse, check_view, place
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
-from qgraph.sites import CONTRIB, Site
+from qgraph.scopes import nodes
+from qgraph.sites import CONTRIB, QGRAPH_DOMAIN, Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,8 @@ class LowerGatherBlockQuantized(Pass):
 
     def run(self, graph: Graph, context: Context) -> list[Step]:
         """Fuse every embedding that reads a dequantized table."""
+        if not any(node.domain == QGRAPH_DOMAIN for node in nodes(graph.model.graph)):
+            return []
         rewriter = Rewriter(graph.model)
         parts = PackedParts(rewriter)
         steps = []

@@ -393,10 +393,12 @@ class _Run:
                 calibration=self.calibration,
                 solved=self.solved,
             )
-            for name in names:
-                lowered.verify()
-                self.report.extend(_pass(name, self.recipe).run(lowered, context))
             lowered.verify()
+            for name in names:
+                steps = _pass(name, self.recipe).run(lowered, context)
+                self.report.extend(steps)
+                if steps or name == "cleanup":  # no step, no change
+                    lowered.verify()
             # A later pass may have taken what an earlier one refused.
             last = {step.site: step for step in self.report.steps}
             refused = {

@@ -32,8 +32,9 @@ from qgraph.formats.base import (
 from qgraph.formats.onnx_function import dequantize_function
 from qgraph.formats.packing import pack_bits, packed_bytes, padded, unpack_bits
 
-TILE = 1 << 18
-"""Weights worked on at once (1 MB of float32), so that temporaries stay in the cache."""
+TILE = 1 << 19
+"""Weights worked on at once (2 MB of float32): small enough for the cache, large enough for two
+threads not to wait for the interpreter between numpy calls."""
 _ROUND = np.float32(1.5 * 2**23)
 
 
