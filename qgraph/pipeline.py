@@ -19,7 +19,6 @@ from qgraph._version import __version__
 from qgraph.calibration import Calibration, CalibrationData
 from qgraph.capabilities import Capabilities, Query
 from qgraph.errors import CoverageError, InputError, MissingExtra, NumericError
-from qgraph.formats.base import parse
 from qgraph.graph import Graph
 from qgraph.kernel_choice import PORTABLE, query_of
 from qgraph.passes.base import Context, Pass
@@ -596,4 +595,4 @@ def _converted(key: str, text: str, default: Any) -> Any:
         raise InputError(f"--option {key}={text}: wanted {type(default).__name__}") from None
 
 
-__all__ = ["Result", "capture", "explain", "open", "optimize", "parse"]
+__all__ = ["Result", "capture", "explain", "open", "optimize"]

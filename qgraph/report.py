@@ -163,8 +163,8 @@ _REASONS = (
     ),
     Reason(
         "GEMM_ALPHA_BETA",
-        "Gemm's alpha or beta was folded into the weight or the bias",
-        "nothing to do",
+        "Gemm's beta multiplies a bias that the graph computes, which the fused kernel cannot say",
+        "export the layer with beta = 1",
     ),
     Reason(
         "HALF_CONVERTED",

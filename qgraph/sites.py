@@ -46,7 +46,6 @@ class Weight:
     key: equal for two sites that read the same elements in the same orientation.
     dtype: the type in which the site reads it.
     dims: the root's shape.
-    experts: length of a leading axis (1 for plain weights).
     """
 
     root: ir.Value
@@ -56,7 +55,6 @@ class Weight:
     dtype: ir.DataType
     key: Hashable
     dims: tuple[int, ...]
-    experts: int = 1
 
     @property
     def name(self) -> str:
