@@ -20,6 +20,24 @@ from qgraph.plan import QuantPlan
 from qgraph.quant_tensor import QuantSource, QuantTensor
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
+from qgraph.work_folder import WorkFolder
+
+
+@dataclasses.dataclass
+class Findings:
+    """What solving a model found; it stays when the passes have to run again.
+
+    solved: by site, a solver's `Solution`.
+    statistics: by site, calibration tokens and how many input channels were zero on all of them.
+    banned_at: by site, kernels whose int8 activations cost too much on calibration data.
+    level_steps: what was done about those. measured: whether calibration data has been seen.
+    """
+
+    solved: dict[str, Any] = dataclasses.field(default_factory=dict)
+    statistics: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    banned_at: dict[str, frozenset[Query]] = dataclasses.field(default_factory=dict)
+    level_steps: list[Step] = dataclasses.field(default_factory=list)
+    measured: bool = False
 
 
 @dataclasses.dataclass
@@ -28,7 +46,8 @@ class Context:
 
     banned: kernels that a numeric check has found wrong on this machine.
     calibration: data for the solvers that measure activations.
-    solved: what a solver found, by site; it stays when the passes have to run again.
+    findings: what solvers found so far.
+    work: where what they find is kept, for a run that is to go on after it was stopped.
     """
 
     plan: QuantPlan
@@ -36,7 +55,12 @@ class Context:
     banned: frozenset[Query] = frozenset()
     progress: Callable[[int], None] | None = None
     calibration: Calibration | None = None
-    solved: dict[str, Any] = dataclasses.field(default_factory=dict)
+    findings: Findings = dataclasses.field(default_factory=Findings)
+    work: WorkFolder | None = None
+
+    def banned_for(self, site: str) -> frozenset[Query]:
+        """The kernels that a site must not get."""
+        return self.banned | self.findings.banned_at.get(site, frozenset())
 
 
 @dataclasses.dataclass(frozen=True)

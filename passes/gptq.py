@@ -9,15 +9,17 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 
-from qgraph.formats.base import Array, QuantizedWeight
+from qgraph.formats.base import Array, Format, QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-DAMPING_STEPS = 6
-"""How often the damping is made ten times larger before rounding is left as it is."""
+
+NEAR = 16
+"""Columns that are updated after every single one; groups start at multiples of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,17 +48,16 @@ class Grid:
         return (codes - zeros) * scales
 
 
-def grid_of(rounded: QuantizedWeight, bits: int, group: int, device: torch.device) -> Grid:
-    """The grid that rounding to nearest chose."""
+def grid_of(rounded: QuantizedWeight, fmt: Format, device: torch.device) -> Grid:
+    """The grid on which a weight of format `fmt` was rounded."""
     import torch
 
     scales = torch.from_numpy(rounded.scales.astype(np.float32)).to(device)
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-    if rounded.zeros is None:
-        half = 1 << (bits - 1)
-        return Grid(scales, torch.zeros_like(scales), -half, half - 1, group)
-    zeros = torch.from_numpy(rounded.zeros.astype(np.float32)).to(device)
-    return Grid(scales, zeros, 0, (1 << bits) - 1, group)
+    zeros = torch.zeros_like(scales)
+    if rounded.zeros is not None:
+        zeros = torch.from_numpy(rounded.zeros.astype(np.float32)).to(device)
+    return Grid(scales, zeros, *fmt.code_range, fmt.group)
 
 
 def loss(weights: Tensor, quantized: Tensor, hessian: Tensor) -> Tensor:
@@ -65,60 +66,72 @@ def loss(weights: Tensor, quantized: Tensor, hessian: Tensor) -> Tensor:
     return ((error @ hessian) * error).sum(1)
 
 
-def factor(hessian: Tensor, damping: float) -> tuple[Tensor, float] | None:
-    """The upper Cholesky factor U of the damped inverse, H⁻¹ = Uᵀ U, and the damping used.
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """The format's own way to find the range of a group, for ranges that are found on the way."""
 
-    In float64; the damping grows tenfold until the matrix factors. None where it never does.
-    """
-    import torch
+    fmt: Format
+    dtype: ir.DataType
 
-    mean = hessian.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
-    for step in range(DAMPING_STEPS):
-        used = damping * 10.0**step
-        damped = hessian.double() + torch.eye(
-            len(hessian), dtype=torch.float64, device=hessian.device
-        ) * (used * mean.double())
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        if failed:
-            continue
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not failed and torch.isfinite(upper).all():
-            return upper.float(), used
-    return None
+    def grid(self, columns: Tensor) -> Grid:
+        """The grid of one group, `[N, group]` or the part of it that there is."""
+        rows = columns.cpu().numpy()
+        return grid_of(self.fmt.quantize(rows, self.dtype), self.fmt, columns.device)
 
 
 def solve(
-    weights: Tensor, hessian: Tensor, grid: Grid, order: Tensor, upper: Tensor, block: int = 128
-) -> Tensor:
+    weights: Tensor,
+    grid: Grid,
+    order: Tensor,
+    upper: Tensor,
+    rounding: Rounding | None = None,
+    block: int = 128,
+) -> tuple[Tensor, Grid]:
     """Codes `[N, K]`, column by column, the error of each carried to those that follow.
 
     Args:
-        weights: `[N, K]`. hessian: `[K, K]`.
-        order: the columns in the order in which they are rounded.
-        upper: `factor` of the Hessian permuted by `order`.
+        weights: `[N, K]`.
+        grid: where codes may lie; replaced group by group where `rounding` is given.
+        order: the columns in the order in which they are rounded; as they are for `rounding`.
+        upper: U `[K, K]` in that order, H⁻¹ = Uᵀ U.
         block: columns whose updates to the rest are done at once.
     """
     import torch
 
     n, k = weights.shape
-    scales, zeros = (part[:, order] for part in grid.columns(k))
-    rest = weights[:, order].clone()
+    group = grid.group or k
+    if rounding is not None:
+        block = max(block, group)  # a group's range is read when all updates to it are done
+        grid = dataclasses.replace(grid, scales=grid.scales.clone(), zeros=grid.zeros.clone())
+    # Columns are worked on as rows: contiguous, and several times faster.
+    scales, zeros = (part[:, order].T.contiguous() for part in grid.columns(k))
+    rest = weights[:, order].T.contiguous()
     codes = torch.empty_like(rest)
+    errors = torch.empty_like(rest)
     for start in range(0, k, block):
         stop = min(start + block, k)
-        part, errors = rest[:, start:stop].clone(), torch.empty(n, stop - start, device=rest.device)
-        inner = upper[start:stop, start:stop]
-        for at in range(stop - start):
-            column, scale, zero = part[:, at], scales[:, start + at], zeros[:, start + at]
-            code = (torch.round(column / scale) + zero).clamp_(grid.low, grid.high)
-            codes[:, start + at] = code
-            error = (column - (code - zero) * scale) / inner[at, at]
-            part[:, at + 1 :].addr_(error, inner[at, at + 1 :], alpha=-1)
-            errors[:, at] = error
-        rest[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
-    result = torch.empty_like(codes)
-    result[:, order] = codes
-    return result
+        # Updates go to the next few columns at once, to the rest of the block, then to the rest:
+        # a column that is far away is touched once in many.
+        for near in range(start, stop, NEAR):
+            end = min(near + NEAR, stop)
+            for at in range(near, end):
+                if rounding is not None and at % group == 0:
+                    last = min(at + group, stop)
+                    found = rounding.grid(rest[at:last].T)
+                    place = at // group
+                    grid.scales[:, place] = found.scales[:, 0]
+                    grid.zeros[:, place] = found.zeros[:, 0]
+                    scales[at:last], zeros[at:last] = found.scales[:, 0], found.zeros[:, 0]
+                column, scale, zero = rest[at], scales[at], zeros[at]
+                code = (column / scale).round_().add_(zero).clamp_(grid.low, grid.high)
+                codes[at] = code
+                errors[at] = code.sub_(zero).mul_(scale).sub_(column).div_(-upper[at, at])
+                rest[at + 1 : end].addr_(upper[at, at + 1 : end], errors[at], alpha=-1)
+            rest[end:stop].addmm_(upper[near:end, end:stop].T, errors[near:end], alpha=-1)
+        rest[stop:].addmm_(upper[start:stop, stop:].T, errors[start:stop], alpha=-1)
+    result = torch.empty_like(weights)
+    result[:, order] = codes.T
+    return result, grid
 
 
 def refine(

@@ -74,7 +74,7 @@ class LowerMatMulNBits(Pass):
         level = self.accuracy_level or context.plan.recipe.accuracy_level
         source = source_of(site.dequantizer)
         answer, query = best_kernel(
-            context.capabilities, site, source.format, level, context.banned
+            context.capabilities, site, source.format, level, context.banned_for(site.name)
         )
         if not answer:
             raise CannotFuse(answer.reason, answer.detail)

@@ -14,6 +14,7 @@ from qgraph.formats.base import Array, Format, QuantizedWeight, parse
 from qgraph.graph import Graph
 from qgraph.passes.base import Context, Pass
 from qgraph.passes.dequantize import DequantizeWriter, read_from
+from qgraph.passes.solver import Codes, Problem
 from qgraph.plan import Decision
 from qgraph.quant_tensor import Deviation, QuantSource
 from qgraph.report import Outcome, Step
@@ -37,7 +38,7 @@ class RoundedSource(QuantSource):
         Raises:
             InputError: NaN or infinity in the rows, or a scale that float16 cannot hold.
         """
-        rows = self.weight.rows(start, stop)
+        rows = self.weight.as_stored(start, stop)
         try:
             found = self.format.quantize(rows, self.scale_dtype)
         except OverflowError as error:
@@ -86,6 +87,22 @@ def _worst_ratio(error: Array, bound: Array, group: int) -> float:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(largest == 0, 0, largest / bound)
     return float(ratio.max(initial=0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rtn(Codes):
+    """Rounding to nearest as the last step of a composed solver, as `clip+rtn` and `awq+rtn`."""
+
+    name: ClassVar[str] = "rtn"
+    needs_data: ClassVar[bool] = False
+
+    def solve(
+        self, problem: Problem, ranges: QuantizedWeight | None
+    ) -> tuple[QuantizedWeight, str] | None:
+        """The ranges come with the codes nearest to the weight."""
+        if ranges is not None:
+            return ranges, ""
+        return problem.fmt.quantize(problem.weights.cpu().numpy(), problem.dtype), ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""What a calibrated solver found for one weight, packed in memory."""
+"""What a solver found for one weight, packed in memory."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,26 +14,81 @@ from qgraph.quant_tensor import Deviation, QuantSource
 from qgraph.sites import Weight
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Transform:
+    """How the weight that is stored differs from the one that came in, both `[N, K]`.
+
+    stored[i, j] = rows[i] · columns[order[j]] · weight[i, order[j]]
+
+    columns: float32 `[K]`, factors of the input channels, whose inverses went into the graph.
+    order: int64 `[K]`; the graph gathers the activation to match.
+    rows: float32 `[N]`, what scaled linears behind it had folded into it.
+    """
+
+    columns: Array | None = None
+    order: Array | None = None
+    rows: Array | None = None
+
+    def apply(self, weight: Array, start: int = 0) -> Array:
+        """The rows as they are to be stored; `start` is the first row's number."""
+        if self.columns is not None:
+            weight = weight * self.columns
+        if self.order is not None:
+            weight = weight[:, self.order]
+        if self.rows is not None:
+            weight = weight * self.rows[start : start + len(weight), None]
+        return np.ascontiguousarray(weight)
+
+    def undo(self, stored: Array) -> Array:
+        """What stored rows stand for in the graph as it came, the row factors left in."""
+        if self.order is not None:
+            plain = np.empty_like(stored)
+            plain[:, self.order] = stored
+            stored = plain
+        return stored if self.columns is None else stored / self.columns
+
+
 class SolvedSource(QuantSource):
     """Codes, scales and zero points as they were found; kept in the format's own layout."""
 
     def __init__(
-        self, weight: Weight, fmt: Format, scale_dtype: ir.DataType, found: QuantizedWeight
+        self,
+        weight: Weight,
+        fmt: Format,
+        scale_dtype: ir.DataType,
+        found: QuantizedWeight | Mapping[Part, Array],
+        transform: Transform | None = None,
     ) -> None:
         self.weight = weight
         self.format = fmt
         self.n, self.k = weight.n, weight.k
         self.scale_dtype = scale_dtype
         self.name = weight.name
-        self._parts: Mapping[Part, Array] = fmt.pack(found, fmt.default_layout)
+        self.transform = transform or Transform()
+        if isinstance(found, QuantizedWeight):
+            found = fmt.pack(found, fmt.default_layout)
+        self.packed: Mapping[Part, Array] = found
 
     def block(self, start: int, stop: int) -> QuantizedWeight:
         """Rows `start:stop`."""
         parts: dict[Part, Array] = {
             part: np.ascontiguousarray(data.reshape(self.n, -1)[start:stop])
-            for part, data in self._parts.items()
+            for part, data in self.packed.items()
         }
         return self.format.unpack(parts, stop - start, self.k, self.format.default_layout)
+
+    def scaled(self, rows: Array) -> SolvedSource | None:
+        """The same codes with each row's scales times `rows` `[N]`; None where they overflow."""
+        whole = self.block(0, self.n)
+        scales = (whole.scales.astype(np.float32) * rows[:, None]).astype(whole.scales.dtype)
+        if not np.isfinite(scales).all() or ((scales == 0) & (whole.scales != 0)).any():
+            return None
+        before = self.transform.rows
+        transform = dataclasses.replace(
+            self.transform, rows=rows if before is None else before * rows
+        )
+        found = dataclasses.replace(whole, scales=scales)
+        return SolvedSource(self.weight, self.format, self.scale_dtype, found, transform)
 
     def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:
         """The codes must be those found; the error is that of the weight all the same."""
@@ -40,7 +96,7 @@ class SolvedSource(QuantSource):
         same = np.array_equal(own.codes, weight.codes) and np.array_equal(own.scales, weight.scales)
         if own.zeros is not None and weight.zeros is not None:
             same = same and np.array_equal(own.zeros, weight.zeros)
-        rows = self.weight.rows(start, stop)
+        rows = self.transform.apply(self.weight.rows(start, stop), start)
         error = (rows - self.format.dequantize(weight)).reshape(-1)
         flat = rows.reshape(-1)
         worst = 0.0 if same else float("inf")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import os
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from qgraph.errors import InputError
-from qgraph.feeding import Feeder
-from qgraph.samples import Data, given_samples
-from qgraph.text import MASK
+from qgraph.feeding import Feeder, as_samples
+from qgraph.mixing import Reader, draw, interleaved
+from qgraph.progress import Progress, Silent
+from qgraph.sources import Calibrate, Source, Sources, find_sources
+from qgraph.text import MASK, Sample, cut_blocks, load_tokenizer, read_samples
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
@@ -25,7 +26,7 @@ BATCH_ROWS = 4
 """Samples that run together where their shapes are equal."""
 
 Arrays = dict[str, NDArray[Any]]
-Run = Callable[[Any, Sequence[Mapping[str, NDArray[Any]]]], list[Arrays]]
+Run = Callable[[Any, Iterable[Mapping[str, NDArray[Any]]]], Iterable[Arrays]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,22 +35,26 @@ class Calibration:
 
     batches: complete feeds, one a batch.
     masks: which tokens of each batch count, bool `[rows, T]`, or None where all do.
+    sources: a line for each source: its name (no folders), samples and tokens.
+    notes: sources that gave less than their share, and files that were left out.
     """
 
     batches: tuple[Arrays, ...]
     masks: tuple[NDArray[np.bool_] | None, ...]
     run: Run
+    sources: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
         """Tokens that count, over all batches."""
-        return sum(
-            int(mask.sum()) if mask is not None else _tokens(batch)
-            for batch, mask in zip(self.batches, self.masks, strict=True)
-        )
+        return sum(map(_counted, self.batches, self.masks))
 
 
-def _tokens(batch: Arrays) -> int:
+def _counted(batch: Arrays, mask: NDArray[np.bool_] | None) -> int:
+    """Tokens that count in a batch."""
+    if mask is not None:
+        return int(mask.sum())
     shapes = [array.shape for array in batch.values() if array.ndim >= 2]
     return int(np.prod(shapes[0][:2])) if shapes else 1
 
@@ -58,34 +63,107 @@ def _tokens(batch: Arrays) -> int:
 class CalibrationData:
     """What the user gives to calibrate on.
 
-    source: a text file (with `tokenizer`), a .npz or .jsonl file, an array of token ids
-        `[samples, T]`, or an iterable of feeds.
+    source: a path, text `SOURCE@WEIGHT`, the word `self`, an array of token ids `[samples, T]`,
+        an iterable of feeds, or a list of paths and (source, weight) pairs; see `find_sources`.
     samples, sequence: how many samples at most, and the tokens in a block of text.
+
+    Raises:
+        InputError: a source that is none, or a tokenizer that is missing or not needed.
     """
 
-    source: Data
+    source: Calibrate
     tokenizer: Path | None = None
     samples: int = 64
     sequence: int = 512
 
-    def load(self, runtime: Runtime, model: Path | ir.Model) -> Calibration:
-        """Read the samples and complete them for `model`.
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.sequence < 2:
+            raise InputError(
+                f"{self.samples} calibration samples of {self.sequence} tokens: wanted at least "
+                "1 sample of 2 tokens"
+            )
+        texts = [source.name for source in self.sources.found if source.kind == "text"]
+        if texts and self.tokenizer is None:
+            raise InputError(
+                f"the calibration text {texts[0]} needs the model's tokenizer: add --tokenizer "
+                "tokenizer.json, or give token ids in a .npz or .jsonl file"
+            )
+        if self.tokenizer is not None and not texts:
+            raise InputError("a tokenizer goes with a calibration text, and there is none")
+
+    @functools.cached_property
+    def sources(self) -> Sources:
+        """What `source` names."""
+        return find_sources(self.source)
+
+    def load(
+        self, runtime: Runtime, model: Path | ir.Model, progress: Progress | None = None
+    ) -> Calibration:
+        """Read or sample the samples, mix them, and complete them for `model`.
 
         Raises:
-            InputError: data that cannot be read, does not fit the model, or is empty.
+            InputError: data that cannot be read, does not fit the model, or is empty; `self`
+                for a model that is no language model.
             MissingExtra: text without the package tokenizers.
         """
-        data: Data | None = self.source
-        text: Path | None = None
-        if isinstance(data, str | os.PathLike):
-            path = Path(data)
-            if path.suffix.lower() not in (".npz", ".jsonl"):
-                data, text = None, path
-        given = given_samples(data, text, self.tokenizer, self.samples, self.sequence)
+        origins, samples, notes = self._mixed(runtime, model, progress or Silent())
         feeder = Feeder(runtime, model, runtime.inputs(model))
-        taken = itertools.islice(given.samples, self.samples)
-        batches = joined([feeder.feeds(sample) for sample in taken])
-        return collect(batches, runtime.run)
+        feeds = [feeder.feeds(sample) for sample in samples]
+        if not feeds and self.tokenizer is not None:
+            raise InputError(
+                f"the calibration data holds no samples: no text has a block of {self.sequence} "
+                "tokens; give a longer text, or a smaller --sequence"
+            )
+        lines = [
+            _line(source, [feed for at, feed in zip(origins, feeds, strict=True) if at == number])
+            for number, source in enumerate(self.sources.found)
+            if number in origins
+        ]
+        found = collect(joined(feeds), runtime.stream)
+        return dataclasses.replace(found, sources=tuple(lines), notes=tuple(notes))
+
+    def _mixed(
+        self, runtime: Runtime, model: Path | ir.Model, progress: Progress
+    ) -> tuple[list[int], list[Sample], list[str]]:
+        """Which source each sample comes from, the samples, and notes on them."""
+        from qgraph.self_text import sample_text  # few runs want it
+
+        drawn = draw(self.sources.found, self.samples, self._reader())
+        notes = [*self.sources.notes, *drawn.notes]
+        streams = [iter(own) for own in drawn.samples]
+        for at, source in enumerate(self.sources.found):
+            if source.kind == "self" and drawn.counts[at]:
+                text = sample_text(runtime, model, drawn.counts[at], self.sequence, progress)
+                streams[at] = iter(as_samples(text.ids))
+                notes += text.notes
+        origins = interleaved(drawn.counts)
+        return origins, [next(streams[at]) for at in origins], notes
+
+    def _reader(self) -> Reader:
+        """Opens sources, with one tokenizer for all texts."""
+
+        @functools.cache
+        def encoder() -> Any:
+            assert self.tokenizer is not None
+            return load_tokenizer(self.tokenizer)
+
+        def read(source: Source) -> Iterator[Sample] | None:
+            if source.data is None:
+                return None
+            if not isinstance(source.data, Path):
+                return iter(as_samples(source.data))
+            if source.kind == "file":
+                return read_samples(source.data, self.samples)
+            ids, _ = cut_blocks(source.data, encoder(), self.sequence, self.samples)
+            return iter(as_samples(ids))
+
+        return read
+
+
+def _line(source: Source, feeds: Sequence[Arrays]) -> str:
+    tokens = sum(_counted(feed, _mask(feed)) for feed in feeds)
+    plural = "" if len(feeds) == 1 else "s"
+    return f"{source.name}: {len(feeds)} sample{plural}, {tokens} tokens"
 
 
 def joined(samples: Sequence[Arrays], rows: int = BATCH_ROWS) -> list[Arrays]:
@@ -119,11 +197,13 @@ def collect(batches: Sequence[Arrays], run: Run) -> Calibration:
     """
     if not batches:
         raise InputError("the calibration data holds no samples")
-    masks = tuple(
-        None if (mask := batch.get(MASK)) is None or mask.all() else mask.astype(bool)
-        for batch in batches
-    )
-    return Calibration(tuple(batches), masks, run)
+    return Calibration(tuple(batches), tuple(map(_mask, batches)), run)
+
+
+def _mask(batch: Arrays) -> NDArray[np.bool_] | None:
+    """Which tokens count; None where all do."""
+    mask = batch.get(MASK)
+    return None if mask is None or mask.all() else mask.astype(bool)
 
 
 def rows_of(array: NDArray[Any], mask: NDArray[np.bool_] | None) -> NDArray[np.float32]:

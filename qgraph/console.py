@@ -15,9 +15,23 @@ from typing import Self
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
 from rich.text import Text
+
+_BAR_WIDTH = 40
+_NARROW = 60
+"""Terminals of fewer columns get the time left without the time gone."""
+_SPEED_SECONDS = 86_400.0
+"""Time left follows from the mean speed of a stage so far: its steps may lie minutes apart."""
 
 # Control, format (bidirectional overrides), surrogates, line and paragraph separators.
 _UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -128,10 +142,11 @@ class Stages:
         self._title, self._since = title, time.monotonic()
         if self._quiet or not self._console.is_terminal:
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
-        bars = (BarColumn(), TextColumn("{task.percentage:>3.0f} %")) if total else ()
         self._bar = Progress(
-            *columns, *bars, TimeElapsedColumn(), console=self._console, transient=True
+            *_columns(bool(total), self._console.width >= _NARROW),
+            console=self._console,
+            transient=True,
+            speed_estimate_period=_SPEED_SECONDS,
         )
         self._bar.add_task(escape(title), total=total or None)
         self._bar.start()
@@ -154,3 +169,17 @@ class Stages:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _columns(known: bool, wide: bool) -> list[ProgressColumn]:
+    """A spinner, the title and the time; where the total is known a bar and the time left too."""
+    columns: list[ProgressColumn] = [
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+    ]
+    if not known:
+        return [*columns, TimeElapsedColumn()]
+    bar = BarColumn(bar_width=None, table_column=Column(max_width=_BAR_WIDTH))
+    columns += [bar, TextColumn("{task.percentage:>3.0f} %")]
+    columns += [TimeElapsedColumn(), TextColumn("·")] if wide else []
+    return [*columns, TimeRemainingColumn(), TextColumn("left")]

@@ -18,6 +18,7 @@ FLOATS = frozenset(
 
 
 SCRATCH_BYTES = 8_000_000
+_PAGE = 4096
 _local = threading.local()
 
 
@@ -45,10 +46,21 @@ def open_bytes(tensor: ir.TensorProtocol) -> Array:
     return _mapped(tensor)
 
 
-def _read(tensor: ir.ExternalTensor) -> Array:
+def scratch_bytes(size: int) -> Array:
+    """`size` (up to SCRATCH_BYTES) bytes of this thread's buffer, uint8, good until the next call.
+
+    It starts on a page: x86 copies between files and memory 3 times slower where the target lies
+    up to 64 bytes behind the source within their pages, as a tensor's own address often does.
+    """
     if not hasattr(_local, "scratch"):
-        _local.scratch = np.empty(SCRATCH_BYTES, np.uint8)
-    data: Array = _local.scratch[: tensor.nbytes]
+        whole = np.empty(SCRATCH_BYTES + _PAGE, np.uint8)
+        _local.scratch = whole[-whole.ctypes.data % _PAGE :]
+    found: Array = _local.scratch[:size]
+    return found
+
+
+def _read(tensor: ir.ExternalTensor) -> Array:
+    data = scratch_bytes(tensor.nbytes)
     with open(tensor.path, "rb", buffering=0) as file:
         file.seek(tensor.offset or 0)
         if file.readinto(data.data) != tensor.nbytes:

@@ -6,8 +6,9 @@ of one quantized weight, one extent of one input file, one array) are stored onc
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,11 +78,13 @@ class Plan:
         self.tensors = [t for t in tensors if t.dtype != ir.DataType.STRING]
         self.size = 0
         self._slots: dict[Hashable, Slot] = {}
+        self._by_id: dict[int, Slot] = {}
+        real_path = functools.cache(os.path.realpath)  # a system call for each folder of a path
         for tensor in self.tensors:
-            key = _identity(tensor)
+            key = _identity(tensor, real_path)
             if key not in self._slots:
                 self._slots[key] = self._add(tensor)
-        self._by_id = {id(tensor): self._slots[_identity(tensor)] for tensor in self.tensors}
+            self._by_id[id(tensor)] = self._slots[key]
 
     @property
     def distinct(self) -> list[Slot]:
@@ -159,9 +162,9 @@ def in_memory(tensor: ir.TensorProtocol, name: str, data: bytes) -> ir.TensorPro
     return result
 
 
-def _identity(tensor: ir.TensorProtocol) -> Hashable:
+def _identity(tensor: ir.TensorProtocol, real_path: Callable[[str], str]) -> Hashable:
     if isinstance(tensor, QuantTensor):
         return "quantized", id(tensor.source), tensor.layout, tensor.part
     if isinstance(tensor, ir.ExternalTensor):
-        return "file", os.path.realpath(tensor.path), tensor.offset or 0, tensor.nbytes
+        return "file", real_path(tensor.path), tensor.offset or 0, tensor.nbytes
     return "memory", id(tensor)

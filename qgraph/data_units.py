@@ -19,6 +19,7 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from qgraph import quant_tensor
+from qgraph.constants import scratch_bytes
 from qgraph.data_file import Plan, Slot
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, Layout, Part
@@ -92,9 +93,9 @@ class Copy(Unit):
     def run(self, file: OutFile) -> Digests:
         """Copy through a small buffer."""
         first, digests = self.tensor.offset or 0, Digests()
-        buffer = memoryview(bytearray(min(COPY_BYTES, self.stop - self.start)))
+        buffer = scratch_bytes(min(COPY_BYTES, self.stop - self.start)).data
         try:
-            with open(self.tensor.path, "rb") as source:
+            with open(self.tensor.path, "rb", buffering=0) as source:
                 source.seek(first + self.start)
                 for start in range(self.start, self.stop, len(buffer)):
                     chunk = buffer[: self.stop - start]

@@ -101,7 +101,7 @@ def render(explanation: Explanation, console: Console, *, sites: bool = True) ->
 
 
 def render_kernels(explanation: Explanation, console: Console) -> None:
-    """Print which kernels take how many sites, and their time."""
+    """Print which kernels take how many sites, and with a profile all operators' time."""
     timed = bool(explanation.profile)
     header = ["sites", "kernel", "provider", *(["ms", "share"] if timed else [])]
     rows = []
@@ -110,6 +110,10 @@ def render_kernels(explanation: Explanation, console: Console) -> None:
         if timed:
             cells += _milliseconds(row.microseconds or 0.0, explanation.total_time)
         rows.append(cells)
+    if timed and rows and explanation.other_ops:
+        others = sum(row.microseconds or 0.0 for row in explanation.other_ops)
+        cells = _milliseconds(others, explanation.total_time)
+        rows.append(["", "other operators", "", *cells])
     if rows:
         _heading(console, "kernels")
         print_table(console, header, rows, "rllrr")
@@ -125,6 +129,25 @@ def _sites_table(explanation: Explanation, sites: Sequence[SiteRow], console: Co
     columns = [c for c in fits if any(cells[c])]
     rows = zip(*(cells[c] for c in columns), strict=True)
     print_table(console, [c.title for c in columns], rows, "".join(c.side for c in columns))
+    _left_out([c for c in _COLUMNS if c not in fits], explanation, sites, console)
+
+
+def _left_out(
+    columns: Sequence[_Column],
+    explanation: Explanation,
+    sites: Sequence[SiteRow],
+    console: Console,
+) -> None:
+    """Name the columns that have something to say and no room."""
+    columns = [c for c in columns if any(c.cell(explanation, row) for row in sites)]
+    if columns:
+        names = ", ".join(c.title for c in columns)
+        width = max(c.width for c in columns)
+        print_line(
+            console,
+            f"no room for {names}: --format json has them, as has a terminal of {width} columns",
+            style="dim",
+        )
 
 
 def _others(explanation: Explanation, console: Console) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from qgraph.scopes import scopes
 from qgraph.sites import Site, find_sites
 from qgraph.verify import verify
 
@@ -29,12 +30,14 @@ class Graph:
     @property
     def files(self) -> list[Path]:
         """Every file that the model lies in: the .onnx and its data files."""
-        found = {Path(self.source)} if self.source is not None else set()
-        for scope in (self.model.graph, *self.model.graph.subgraphs()):
-            for value in scope.initializers.values():
-                if isinstance(value.const_value, ir.ExternalTensor):
-                    found.add(Path(value.const_value.path))
-        return sorted(found)
+        found = {
+            value.const_value.path
+            for scope in scopes(self.model.graph)
+            for value in scope.initializers.values()
+            if isinstance(value.const_value, ir.ExternalTensor)
+        }
+        sources = [] if self.source is None else [Path(self.source)]
+        return sorted({*sources, *map(Path, found)})
 
     def sites(self) -> list[Site]:
         """Every place where a weight is used, in graph order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from qgraph.capabilities import (
     DEQUANTIZE_LINEAR,
@@ -56,41 +57,40 @@ def best_kernel(
     repeated scales; then level 0. Kernels that are much slower than float are taken only where
     level 0 is asked for.
     """
-    candidates = list(_candidates(capabilities, site, fmt, accuracy_level))
+    wanted: Query | None = None
     first: Answer | None = None
-    for query in candidates:
+    for query in _candidates(capabilities, site, fmt, accuracy_level):
+        wanted = wanted or query
         if query in banned:
             continue
         answer = capabilities.ask(query)
         if answer:
             return answer, query
-        if query.block == candidates[0].block:
+        if query.block == wanted.block:
             first = answer  # the refusal at the block that was asked for, at the lowest level
     if banned and first is None:
         first = Answer(None, "KERNEL_FAILED_CHECK", "every kernel missed its error bound")
     assert first is not None
-    return first, candidates[0]
+    assert wanted is not None
+    return first, wanted
 
 
 def _candidates(
     capabilities: Capabilities, site: Site, fmt: Format, accuracy_level: str
-) -> list[Query]:
+) -> Iterator[Query]:
     assert site.dtype is not None
     dtype = "float32" if site.dtype.name == "FLOAT" else site.dtype.name.lower()
     op = MATMUL_NBITS if site.role != "embedding" else GATHER_BLOCK_QUANTIZED
     base = Query(op, dtype, fmt.bits, fmt.group, 0, fmt.symmetric, site.n, site.k)
     if capabilities.target == "qdq":
-        return [dataclasses.replace(base, op=DEQUANTIZE_LINEAR)]
-    blocks = [dataclasses.replace(base, block=block) for block in blocks_of(fmt)]
-    if site.role == "embedding":
-        return blocks
-    levels = {"auto": (4, 0), "0": (0,), "4": (4,)}[accuracy_level]
-    slow = accuracy_level == "0"
-    return [
-        dataclasses.replace(item, level=level, allow_slow=slow)
-        for level in levels
-        for item in blocks
-    ]
+        yield dataclasses.replace(base, op=DEQUANTIZE_LINEAR)
+        return
+    embedding = site.role == "embedding"
+    levels = (0,) if embedding else {"auto": (4, 0), "0": (0,), "4": (4,)}[accuracy_level]
+    slow = not embedding and accuracy_level == "0"
+    for level in levels:
+        for block in blocks_of(fmt):
+            yield dataclasses.replace(base, block=block, level=level, allow_slow=slow)
 
 
 def spell_kernel(query: Query) -> str:

@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
 
+from qgraph.scopes import nodes, scopes
+
+_TENSORS = frozenset({ir.AttributeType.TENSOR, ir.AttributeType.TENSORS})
+
 
 def all_tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
     """The tensors of `model`, in the order in which it declares them."""
@@ -19,22 +23,23 @@ def all_tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
             if value.const_value is not None:
                 yield value.const_value
     for node in all_nodes(model):
-        for attribute in node.attributes.values():
-            yield from _attribute_tensors(attribute)
+        for attribute in node.attributes.data.values():
+            if attribute.type in _TENSORS:
+                yield from _attribute_tensors(attribute)
 
 
 def all_graphs(model: ir.Model) -> Iterator[ir.Graph]:
     """The main graph and every graph in an attribute, those of function bodies too."""
-    yield from model.graphs()
+    yield from scopes(model.graph)
     for function in model.functions.values():
-        yield from function.subgraphs()
+        yield from scopes(function.graph)[1:]
 
 
 def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
     """Every node of every graph and function."""
-    yield from model.graph.all_nodes()
+    yield from nodes(model.graph)
     for function in model.functions.values():
-        yield from function.all_nodes()
+        yield from nodes(function.graph)
 
 
 def has_unread(model: ir.Model) -> bool:
@@ -72,7 +77,9 @@ def replaced_tensors(
                     values.append((value, tensor))
                     value.const_value = replace(tensor, name, graph is model.graph)
         for node in all_nodes(model):
-            for name, attribute in list(node.attributes.items()):
+            for name, attribute in list(node.attributes.data.items()):
+                if attribute.type not in _TENSORS:
+                    continue
                 if tensors := list(_attribute_tensors(attribute)):
                     attributes.append((node, attribute))
                     new = [replace(tensor, tensor.name or "", False) for tensor in tensors]

@@ -30,6 +30,7 @@ from qgraph.recipe import FLOAT, Recipe
 from qgraph.report import SCHEMA
 from qgraph.selectors import MODULE, Selector, check, layer_count
 from qgraph.sites import PACKED, Refusal, Site
+from qgraph.solver_names import parts_of
 
 BEST_4_BIT = "uint4"
 SYMMETRIC_4_BIT = "int4"
@@ -39,6 +40,8 @@ DEFAULT_GROUP = 64
 BEST_EMBEDDING = "int8"
 KEPT = "kept"
 """The solver of a site that came in with a fused kernel."""
+UNSOLVED = ("rtn", ADOPTED, KEPT)
+"""Solvers of weights that are rounded, or stay as they came."""
 _QUANTIZED = ("qdq", "dequantize")
 
 
@@ -174,7 +177,7 @@ def make_plan(sites: Sequence[Site], recipe: Recipe, capabilities: Capabilities)
     Raises:
         InputError: a selector that matches nothing, an unknown format, solver or option.
     """
-    registry.load("solver", recipe.solver)
+    parts_of(recipe.solver)
     check(recipe.selectors, sites)
     planner = _Planner(sites, recipe, capabilities)
     decisions = [planner.decide(site) for site in sites]
@@ -296,7 +299,7 @@ class _Planner:
             if item.format not in (None, FLOAT):
                 parse(str(item.format), group=None)
             if item.solver is not None:
-                registry.load("solver", item.solver)
+                parts_of(item.solver)
 
     def decide(self, site: Site) -> Decision:
         """The decision for one site."""
@@ -502,7 +505,9 @@ def require_known_options(recipe: Recipe) -> None:
         name, dot, field = key.partition(".")
         if not dot:
             raise InputError(f"--option {key!r}: wanted PASS.FIELD=VALUE")
-        kind = registry.load("pass", name)
+        solver = name.removeprefix("quantize_")
+        is_solver = solver != name and solver in registry.names("solver") and solver != "rtn"
+        kind = registry.load("solver", solver) if is_solver else registry.load("pass", name)
         fields = [item.name for item in dataclasses.fields(kind)]
         if field not in fields:
             near = registry.did_you_mean(field, fields)

@@ -8,9 +8,11 @@ the writer makes one pass over a source and fills all its parts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -69,9 +71,16 @@ class QuantSource(ABC):
         for start in range(0, self.n, step):
             yield start, min(start + step, self.n)
 
-    def parts(self, layout: Layout) -> dict[Part, PartSpec]:
+    def parts(self, layout: Layout) -> Mapping[Part, PartSpec]:
         """Shape and type of each part in `layout`."""
-        return self.format.parts(self.n, self.k, self.scale_dtype, layout)
+        return _parts(self.format, self.n, self.k, self.scale_dtype, layout)
+
+
+@functools.lru_cache(maxsize=1024)  # asked several times for each weight; few have a shape alone
+def _parts(
+    fmt: Format, n: int, k: int, scale_dtype: ir.DataType, layout: Layout
+) -> Mapping[Part, PartSpec]:
+    return MappingProxyType(fmt.parts(n, k, scale_dtype, layout))
 
 
 class QuantTensor(ir.TensorProtocol):

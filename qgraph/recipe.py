@@ -6,14 +6,17 @@ import dataclasses
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from qgraph.errors import InputError
 from qgraph.registry import did_you_mean
 
+Configured = TypeVar("Configured")
 FLOAT = "float"
 LEVELS = ("auto", "0", "4")
+CALIBRATIONS = ("sequential", "parallel")
 UNFUSED = ("float", "portable")
+_LEVEL_OPTION = "lower_matmul_nbits.accuracy_level"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +54,12 @@ class Recipe:
 
     format: a spelled format (`uint4:group=128`), or `auto`: the best 4-bit format.
     group: weights per scale along K; None for the format's own, 0 for the whole row.
+    solver: one, or several composed (`awq+clip+gptq`).
+    calibration: `sequential` (each linear is solved on inputs from the model quantized so far)
+        or `parallel` (on inputs from the float model).
     embedding: `auto`, `float`, or a format for embedding tables; a tied head follows it.
-    accuracy_level: `auto`, `0` (float activations) or `4` (int8 activations).
+    accuracy_level: `auto`, `0` (float activations) or `4` (int8 activations); the option
+        `lower_matmul_nbits.accuracy_level` may say it where this is `auto`.
     unfused: what becomes of a weight that no kernel takes: `float` (as it is), or `portable`
         (packed, and dequantized block by block in standard operators: small, and slow).
     min_elements: smaller weights stay as they are.
@@ -62,6 +69,7 @@ class Recipe:
     format: str = "auto"
     group: int | None = None
     solver: str = "rtn"
+    calibration: str = "sequential"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
@@ -76,10 +84,33 @@ class Recipe:
             raise InputError(
                 f"accuracy level {self.accuracy_level!r}: wanted one of {', '.join(LEVELS)}"
             )
+        if self.calibration not in CALIBRATIONS:
+            wanted = " or ".join(CALIBRATIONS)
+            raise InputError(f"calibration {self.calibration!r}: wanted {wanted}")
         if self.unfused not in UNFUSED:
             raise InputError(f"unfused {self.unfused!r}: wanted one of {', '.join(UNFUSED)}")
         if self.min_elements < 0:
             raise InputError(f"min_elements {self.min_elements}: wanted 0 or more")
+        level = self.options.get(_LEVEL_OPTION, self.accuracy_level)
+        if self.accuracy_level not in ("auto", level):
+            raise InputError(
+                f"--accuracy-level {self.accuracy_level} and --option {_LEVEL_OPTION}={level} "
+                "contradict each other: give one of them"
+            )
+
+    def configured(self, name: str, kind: type[Configured]) -> Configured:
+        """A pass or solver with the fields that the options `NAME.FIELD` set.
+
+        Raises:
+            InputError: a value that its field cannot hold.
+        """
+        fields = {item.name: item for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        values: dict[str, Any] = {}
+        for key, text in self.options.items():
+            owner, _, field = key.partition(".")
+            if owner == name:
+                values[field] = _converted(key, text, fields[field].default)
+        return kind(**values)
 
     @property
     def selectors(self) -> tuple[str, ...]:
@@ -115,6 +146,18 @@ class Recipe:
                 value = [dataclasses.asdict(item) for item in self.overrides]
             found[field.name] = dict(value) if isinstance(value, Mapping) else value
         return found
+
+
+def _converted(key: str, text: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if text.lower() not in words:
+            raise InputError(f"--option {key}={text}: wanted true or false")
+        return words[text.lower()]
+    try:
+        return type(default)(text)
+    except ValueError:
+        raise InputError(f"--option {key}={text}: wanted {type(default).__name__}") from None
 
 
 def _fields(table: dict[str, Any], path: Path) -> dict[str, Any]:

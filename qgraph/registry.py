@@ -25,12 +25,17 @@ _ENTRIES: dict[Kind, dict[str, str]] = {
         "uint2": "qgraph.formats.integer_groups:UINT2",
     },
     "solver": {
-        "rtn": "qgraph.passes.quantize_rtn:QuantizeRtn",
-        "gptq": "qgraph.passes.quantize_gptq:QuantizeGptq",
+        "rtn": "qgraph.passes.quantize_rtn:Rtn",
+        "gptq": "qgraph.passes.quantize_gptq:Gptq",
+        "awq": "qgraph.passes.quantize_awq:Awq",
+        "clip": "qgraph.passes.quantize_clip:Clip",
+        "hqq": "qgraph.passes.quantize_hqq:Hqq",
+        "weighted": "qgraph.passes.quantize_weighted:Weighted",
+        "auto": "qgraph.passes.quantize_auto:Auto",
     },
     "pass": {
         "adopt_qdq": "qgraph.passes.adopt_qdq:AdoptQdq",
-        "quantize_gptq": "qgraph.passes.quantize_gptq:QuantizeGptq",
+        "solve": "qgraph.passes.solve:Solve",
         "quantize_rtn": "qgraph.passes.quantize_rtn:QuantizeRtn",
         "lower_matmul_nbits": "qgraph.passes.lower_matmul_nbits:LowerMatMulNBits",
         "lower_gather_block_quantized": (

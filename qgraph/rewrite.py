@@ -75,7 +75,9 @@ class Rewriter:
     ) -> ir.Node:
         """A new node with one output, not yet placed; its names are made unique."""
         unique = self.unique(name)
-        node = ir.node(op_type, inputs, attributes, domain=domain, name=unique)
+        # ir.node would try every kind of attribute, one slow isinstance after another.
+        attrs = [_attribute(key, value) for key, value in (attributes or {}).items()]
+        node = ir.Node(domain, op_type, inputs, attrs, name=unique)
         output = node.outputs[0]
         output.name = self.unique(f"{unique}_output")
         output.type = ir.TensorType(dtype) if dtype is not None else None
@@ -118,6 +120,14 @@ class Rewriter:
         """Remove those of `values` that are constants which nobody reads any more."""
         for value in values:
             drop_constant(value)
+
+
+def _attribute(name: str, value: int | float | str | list[int]) -> ir.Attr:
+    if isinstance(value, int):
+        return ir.AttrInt64(name, value)
+    if isinstance(value, float):
+        return ir.AttrFloat32(name, value)
+    return ir.AttrString(name, value) if isinstance(value, str) else ir.AttrInt64s(name, value)
 
 
 def _read(value: ir.Value) -> bool:

@@ -27,11 +27,49 @@ def check_paths(graph: Graph, output: Path | None, report: Path | None, force: b
         check_output(output, force=force, protect=graph.files)
     if report is None:
         return
-    if report.is_dir() or not os.access(report.absolute().parent, os.W_OK):
-        raise InputError(f"report {report}: no path that can be written; choose another one")
     protect = [*graph.files, *([output] if output is not None else [])]
     if any(path.resolve() == report.resolve() or same_file(path, report) for path in protect):
         raise InputError(f"report {report} would overwrite a model: choose another path")
+    check_report(report)
+
+
+def check_report(report: Path) -> None:
+    """Refuse a report that cannot be written; leaves no file, and none changed.
+
+    Pipes and devices are not opened: a pipe's reader would take that for the end.
+
+    Raises:
+        InputError: a folder, no such folder, or no permission.
+    """
+    target = os.path.realpath(report)
+    if os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target):
+        if os.access(target, os.W_OK):
+            return
+        raise InputError(f"report {report}: no permission to write; choose another path")
+    try:
+        try:
+            os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            os.unlink(target)
+        except FileExistsError:
+            os.close(os.open(target, os.O_WRONLY | os.O_APPEND))
+    except OSError as error:
+        raise _unwritable(report, error) from None
+
+
+def output_file(output: str | os.PathLike[str]) -> Path:
+    """The path of an output.
+
+    Raises:
+        InputError: it ends with a slash, as a folder's name does; `Path` would drop the slash.
+    """
+    if is_folder_name(os.fspath(output)):
+        raise InputError(f"the output {output} is a folder: name a file in it")
+    return Path(output)
+
+
+def is_folder_name(text: str) -> bool:
+    """Whether a path ends with a slash."""
+    return text.endswith(tuple(filter(None, (os.sep, os.altsep))))
 
 
 def plan_notes(plan: QuantPlan) -> list[str]:
@@ -118,11 +156,19 @@ def peak_rss() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def write_report(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON; the path was checked before the work began."""
+def write_report(path: Path, content: Mapping[str, Any], files: Sequence[Path] = ()) -> None:
+    """Write JSON; the path was checked before the work began.
+
+    files: the model that was written already; an error says so.
+    """
     try:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise InputError(
-            f"report {path}: {error.strerror}: choose a path that can be written"
-        ) from None
+        raise _unwritable(path, error, files) from None
+
+
+def _unwritable(report: Path, error: OSError, files: Sequence[Path] = ()) -> InputError:
+    words = f"report {report}: {error.strerror}: choose a path that can be written"
+    if files:
+        words += f"\nthe model was written to {files[0]}; only the report is missing or incomplete"
+    return InputError(words)

@@ -6,18 +6,17 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+_GRAPHS = frozenset({ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS})
+
 
 def bodies(node: ir.Node) -> tuple[ir.Graph, ...]:
     """The graphs that a node holds in its attributes."""
-    if not node.attributes.data:
-        return ()
-    found: list[ir.Graph] = []
+    found: tuple[ir.Graph, ...] = ()
     for attr in node.attributes.data.values():
-        if attr.type == ir.AttributeType.GRAPH and not attr.is_ref():
-            found.append(attr.as_graph())
-        elif attr.type == ir.AttributeType.GRAPHS and not attr.is_ref():
-            found.extend(attr.as_graphs())
-    return tuple(found)
+        if attr.type in _GRAPHS and not attr.is_ref():
+            one = attr.type == ir.AttributeType.GRAPH
+            found += (attr.as_graph(),) if one else tuple(attr.as_graphs())
+    return found
 
 
 def scopes(graph: ir.Graph) -> list[ir.Graph]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -19,6 +19,7 @@ from qgraph.capabilities import GATHER_BLOCK_QUANTIZED, MATMUL_NBITS
 from qgraph.constants import FLOATS, open_array
 from qgraph.errors import GraphError, InputError
 from qgraph.formats.base import Array
+from qgraph.formats.packing import is_turned, row_major
 from qgraph.scopes import nodes
 from qgraph.view import NotAView, View, is_view_op, trace
 
@@ -79,29 +80,21 @@ class Weight:
 
     def rows(self, start: int, stop: int) -> Array:
         """Rows `start:stop` of `[n, k]` as contiguous float32 (a mapped view where possible)."""
-        # A transposed weight is copied in any case, so that its bytes need not outlive the call.
+        return row_major(self.as_stored(start, stop))
+
+    def as_stored(self, start: int, stop: int) -> Array:
+        """Rows `start:stop` of `[n, k]` as float32, in the order in which the constant lies.
+
+        A view, where possible, that is good until this thread reads the next constant.
+        """
+        # Most of a transposed weight is read in one call; of a few rows only what they touch.
         scratch = self._is_turned and 2 * (stop - start) >= self.n
         shown = self.view.shape_of(open_array(self.tensor, scratch))[start:stop]
-        return self.view.to_float(_row_major(shown))
+        return self.view.to_float(shown)
 
     @functools.cached_property
     def _is_turned(self) -> bool:
-        shown = self.view.shape_of(np.empty(self.dims, np.uint8))
-        return not shown.flags.c_contiguous and shown.strides[0] < shown.strides[1]
-
-
-def _row_major(shown: Array, tile: int = 16) -> Array:
-    """`shown` `[n, k]` row by row, without a copy where it lies that way.
-
-    A transposed weight is copied in strips of 16 columns, one cache line of float32: numpy's own
-    copy takes one element of each line at a time and is 4 to 10 times slower.
-    """
-    if shown.flags.c_contiguous or shown.strides[0] > shown.strides[1]:
-        return np.ascontiguousarray(shown)
-    rows = np.empty(shown.shape, shown.dtype)
-    for at in range(0, shown.shape[1], tile):
-        rows[:, at : at + tile] = shown[:, at : at + tile]
-    return rows
+        return is_turned(self.view.shape_of(np.empty(self.dims, np.uint8)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -157,7 +150,10 @@ def find_sites(model: ir.Model) -> list[Site]:
     """All sites of the main graph and its bodies, in graph order."""
     found: list[Site] = []
     for node in nodes(model.graph):
-        finder = _FINDERS.get((node.domain, node.op_type)) or _own_finder(node)
+        domain = node.domain
+        finder = (
+            _own_finder(node) if domain == QGRAPH_DOMAIN else _FINDERS.get((domain, node.op_type))
+        )
         try:
             site = finder(node) if finder else None
         except _MALFORMED as error:
@@ -169,10 +165,6 @@ def find_sites(model: ir.Model) -> list[Site]:
         if site is not None:
             found.append(site)
     return _with_heads(found, model)
-
-
-def _known(value: ir.Value, rank: int) -> bool:
-    return value.shape is not None and len(value.shape) == rank
 
 
 def _from_weight(
@@ -189,50 +181,49 @@ def _from_weight(
     origin = _origin(value)
     if origin.kind == "activation" or (origin.kind == "constant" and _is_constant(other)):
         return None
-    site = Site(
-        name=node.name or "",
-        node=node,
-        op=node.op_type,
-        role=role,
-        state="float",
-        n=0,
-        k=0,
-        position=position,
-        weight_name=value.name or "",
-        dtype=value.dtype if role == "embedding" else (other.dtype or value.dtype),
+    dtype = value.dtype if role == "embedding" else (other.dtype or value.dtype)
+    site = functools.partial(
+        Site, node.name or "", node, node.op_type, role, position=position, dtype=dtype
     )
     try:
         chain = trace(value)
     except NotAView as error:
-        return _refused(_sized(site, origin.largest), "WEIGHT_VIEW", str(error.args[0]))
+        refusal = Refusal("WEIGHT_VIEW", str(error.args[0]))
+        return _sized(site, value, origin.largest, refusal)
     producer = chain.root.producer()
     state = _state_of(producer)
     if state == "float" and chain.root.const_value is None:
         by = f"{producer.op_type} {producer.name}" if producer is not None else "an input"
-        detail = f"its weight is computed by {by}"
-        return _refused(_sized(site, origin.largest), "WEIGHT_NOT_CONSTANT", detail)
-    site = dataclasses.replace(
-        site,
+        refusal = Refusal("WEIGHT_NOT_CONSTANT", f"its weight is computed by {by}")
+        return _sized(site, value, origin.largest, refusal)
+    view = View(chain.view.steps, chain.view.casts, factor)
+    found = _measured(state, chain.root, view, orient)
+    return site(
         state=state,
-        chain=chain.nodes,
+        n=found.n,
+        k=found.k,
         weight_name=_codes_name(producer, chain.root.name or ""),
+        weight=found if isinstance(found, Weight) else None,
+        refusal=found.refusal if isinstance(found, _Unread) else None,
+        chain=chain.nodes,
         dequantizer=producer,
     )
-    view = dataclasses.replace(chain.view, factor=factor)
-    return _measured(site, chain.root, view, orient)
 
 
 def _is_constant(value: ir.Value) -> bool:
     return _origin(value).kind == "constant"
 
 
-def _sized(site: Site, constant: ir.Value | None) -> Site:
+def _sized(
+    site: Callable[..., Site], value: ir.Value, constant: ir.Value | None, refusal: Refusal
+) -> Site:
     """The site with the name and size of the constant that its weight is computed from."""
-    if constant is None or constant.const_value is None:
-        return site
-    *lead, n, k = constant.const_value.shape.numpy()
-    n *= int(np.prod(lead, dtype=np.int64))
-    return dataclasses.replace(site, n=n, k=k, weight_name=constant.name or site.weight_name)
+    n, k, name = 0, 0, value.name or ""
+    if constant is not None and constant.const_value is not None:
+        *lead, n, k = constant.const_value.shape.numpy()
+        n *= int(np.prod(lead, dtype=np.int64))
+        name = constant.name or name
+    return site(state="float", n=n, k=k, weight_name=name, refusal=refusal)
 
 
 def _codes_name(producer: ir.Node | None, otherwise: str) -> str:
@@ -242,30 +233,39 @@ def _codes_name(producer: ir.Node | None, otherwise: str) -> str:
     return (codes.name if codes is not None else None) or otherwise
 
 
-def _measured(site: Site, root: ir.Value, view: View, orient: Callable[[View, int], View]) -> Site:
-    """Fill in shape and weight, or the reason why there is none."""
+class _Unread(NamedTuple):
+    """Why a site has no weight, and the size as far as it is known."""
+
+    refusal: Refusal
+    n: int = 0
+    k: int = 0
+
+
+def _measured(
+    state: State, root: ir.Value, view: View, orient: Callable[[View, int], View]
+) -> Weight | _Unread:
+    """The weight that a site reads, or the reason why there is none."""
     dims, dtype = _given(root)
     if dims is None:
-        return _refused(site, "WEIGHT_NOT_CONSTANT", f"the shape of {root.name} is not known")
-    if site.state == "float" and dtype not in FLOATS:
-        found = "unknown" if dtype is None else dtype.name.lower()
-        return _refused(site, "WEIGHT_TYPE", f"weight {root.name} is {found}")
+        return _Unread(Refusal("WEIGHT_NOT_CONSTANT", f"the shape of {root.name} is not known"))
+    if state == "float" and dtype not in FLOATS:
+        name = "unknown" if dtype is None else dtype.name.lower()
+        return _Unread(Refusal("WEIGHT_TYPE", f"weight {root.name} is {name}"))
     try:
-        rank = view.shape_of(np.empty(dims, np.uint8)).ndim
+        rank = len(view.signature(dims)[0])
         oriented = orient(view, rank)
         signature = oriented.signature(dims)
     except NotAView as error:
-        return _refused(site, "WEIGHT_VIEW", str(error.args[0]))
+        return _Unread(Refusal("WEIGHT_VIEW", str(error.args[0])))
     shown = signature[0]
     if len(shown) != 2:
         n, k = (shown[-2], shown[-1]) if len(shown) > 2 else (1, shown[-1] if shown else 1)
-        site = dataclasses.replace(site, n=n, k=k)
-        return _refused(site, "WEIGHT_RANK", f"weight {root.name} has shape {list(dims)}")
+        detail = f"weight {root.name} has shape {list(dims)}"
+        return _Unread(Refusal("WEIGHT_RANK", detail), n, k)
     n, k = shown
     read_as = oriented.casts[-1] if oriented.casts else dtype
     assert read_as is not None
-    weight = Weight(root, oriented, n, k, read_as, (root.name, *signature), dims)
-    return dataclasses.replace(site, n=n, k=k, weight=weight)
+    return Weight(root, oriented, n, k, read_as, (root.name, *signature), dims)
 
 
 def _given(root: ir.Value) -> tuple[tuple[int, ...] | None, ir.DataType | None]:
@@ -368,8 +368,6 @@ def _on_gather_block_quantized(node: ir.Node) -> Site | None:
 
 def _own_finder(node: ir.Node) -> Callable[[ir.Node], Site | None] | None:
     """The portable form: `qgraph::Linear…`, or `qgraph::Dequantize…` of gathered rows."""
-    if node.domain != QGRAPH_DOMAIN:
-        return None
     if node.op_type.startswith("Linear"):
         return _on_own_linear
     gathered = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None

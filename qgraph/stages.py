@@ -7,7 +7,7 @@ the inputs of a linear in the model quantized so far, without running anything a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -178,3 +178,76 @@ def write_through(site: Site, rows: Array) -> Array:
     shown = view.shape_of(array)
     shown[...] = (rows if view.factor == 1.0 else rows / view.factor).astype(array.dtype)
     return array
+
+
+_SKIPS = ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
+
+
+def residual_of(site: Site) -> ir.Value | None:
+    """The value that a linear's output is added to, behind a constant bias if it has one.
+
+    None where the output is read by more than that sum, or by no sum.
+    """
+    output = site.node.outputs[0]
+    while len(uses := list(output.uses())) == 1 and not output.is_graph_output():
+        node = uses[0].node
+        if node.op_type in ("Cast", "Identity"):
+            output = node.outputs[0]
+            continue
+        if node.op_type not in ("Add", *_SKIPS):
+            return None
+        others = [value for value in node.inputs[:2] if value is not None and value is not output]
+        if len(others) != 1:
+            return None
+        if others[0].const_value is None:
+            return others[0]
+        output = node.outputs[0]
+    return None
+
+
+def first_bad(
+    model: ir.Model,
+    stages: Sequence[Stage],
+    last: Stage,
+    batch: Mapping[str, Array],
+    weights: Mapping[str, Array],
+    run: Callable[[bytes, Sequence[Mapping[str, Array]]], Iterable[Mapping[str, Array]]],
+) -> str | None:
+    """Which node made the NaN or infinity that reaches the activation of `last`, as a sentence.
+
+    Runs one batch again with every intermediate value as an output. From the activation it goes
+    back to the first node whose inputs are better than its output: an infinity in a mask that a
+    Softmax turns into zeros is not blamed. None where the activation is finite on this batch.
+    """
+    values = dict(batch)
+    for stage in stages:
+        if stage.nodes:
+            made = tuple(value for node in stage.nodes for value in node.outputs if value.name)
+            whole = dataclasses.replace(stage, outputs=made)
+            feeds = {value.name or "": values[value.name or ""] for value in stage.inputs}
+            for found in run(stage_model(model, whole, feeds, weights), [feeds]):
+                values |= found
+        if stage is last:
+            break
+    if _kind(values.get(last.name)) == "":
+        return None
+    value = last.activation
+    while (node := value.producer()) is not None:
+        kind = _kind(values.get(value.name or ""))
+        inputs = [each for each in reads(node) if each.name in values]
+        same = [each for each in inputs if _kind(values[each.name or ""]) == kind]
+        if not same:
+            other = [each.name for each in inputs if _kind(values[each.name or ""])]
+            source = f"its input {other[0]} holds infinity" if other else "its inputs are finite"
+            return f"the node {node.name} ({node.op_type}) made the first {kind}: {source}"
+        value = same[0]
+    return f"the input {value.name} holds {_kind(values.get(value.name or ''))}"
+
+
+def _kind(array: Array | None) -> str:
+    """What is wrong with an array: NaN, infinity, or nothing (also where it holds no floats)."""
+    if array is None or not np.issubdtype(array.dtype, np.inexact):
+        return ""
+    if np.isnan(array).any():
+        return "NaN"
+    return "infinity" if np.isinf(array).any() else ""

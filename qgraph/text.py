@@ -33,16 +33,33 @@ class TextBlocks(NamedTuple):
 def token_blocks(
     text: Path, tokenizer: Path, *, sequence: int = 256, samples: int = 20
 ) -> TextBlocks:
-    """The first blocks of a text, at most `samples`.
-
-    The text is tokenized whole, without special tokens, and cut into consecutive blocks; what
-    is left at its end is no block.
+    """The first blocks of a text, at most `samples`; see `cut_blocks`.
 
     Raises:
         InputError: a file that cannot be read, or a text of less than one block.
         MissingExtra: the package tokenizers is not installed.
     """
     encoder = load_tokenizer(tokenizer)
+    ids, tokens = cut_blocks(text, encoder, sequence, samples)
+    if not len(ids):
+        raise InputError(
+            f"the text {text} has {tokens} tokens, less than one block of {sequence}: "
+            "give a longer text, or a smaller --sequence"
+        )
+    return TextBlocks(ids, int(encoder.get_vocab_size(with_added_tokens=True)))
+
+
+def cut_blocks(
+    text: Path, encoder: Any, sequence: int, samples: int
+) -> tuple[NDArray[np.int64], int]:
+    """The first blocks of a text `[blocks, sequence]`, and how many tokens the text has.
+
+    The text is tokenized whole, without special tokens, and cut into consecutive blocks; what
+    is left at its end is no block.
+
+    Raises:
+        InputError: a file that cannot be read.
+    """
     try:
         content = text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -53,13 +70,7 @@ def token_blocks(
         raise InputError(f"the text {text} cannot be read: {error.strerror}") from None
     ids = encoder.encode(content, add_special_tokens=False).ids
     blocks = min(samples, len(ids) // sequence)
-    if blocks < 1:
-        raise InputError(
-            f"the text {text} has {len(ids)} tokens, less than one block of {sequence}: "
-            "give a longer text, or a smaller --sequence"
-        )
-    kept = np.array(ids[: blocks * sequence], np.int64).reshape(blocks, sequence)
-    return TextBlocks(kept, int(encoder.get_vocab_size(with_added_tokens=True)))
+    return np.array(ids[: blocks * sequence], np.int64).reshape(blocks, sequence), len(ids)
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -73,7 +84,10 @@ def load_tokenizer(path: Path) -> Any:
         tokenizers = importlib.import_module("tokenizers")
     except ImportError:
         raise MissingExtra(
-            "tokenizers", "text", "reading text", "Or give token ids with --data FILE.jsonl."
+            "tokenizers",
+            "text",
+            "reading text",
+            "Or give token ids: a .jsonl file for --data or --calibrate.",
         ) from None
     if not path.is_file():
         hint = "is a folder: name the tokenizer.json in it" if path.is_dir() else "does not exist"

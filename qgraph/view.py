@@ -8,6 +8,7 @@ says so instead of materializing the weight.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ class View:
 
     def then(self, kind: str, *parameters: Any) -> View:
         """This view with one more step."""
-        return dataclasses.replace(self, steps=(*self.steps, Step(kind, parameters)))
+        return View((*self.steps, Step(kind, parameters)), self.casts, self.factor)
 
     def shape_of(self, array: Array) -> Array:
         """Apply the steps to `array`: a view of the same memory.
@@ -67,12 +68,7 @@ class View:
 
     def signature(self, shape: Sequence[int]) -> tuple[Any, ...]:
         """Equal for two chains that show the same elements in the same order."""
-        # np.empty reserves addresses without touching them; strides are all that is asked.
-        dummy = np.empty(tuple(shape), np.uint8)
-        shown = self.shape_of(dummy)
-        offset = shown.__array_interface__["data"][0] - dummy.__array_interface__["data"][0]
-        strides = tuple(s for s, d in zip(shown.strides, shown.shape, strict=True) if d > 1)
-        return (shown.shape, strides, offset, self.casts, self.factor)
+        return _signature(self, tuple(shape))
 
     def to_float(self, block: Array) -> Array:
         """`block` through the casts and the factor, as float32 (no copy if it is that already)."""
@@ -81,6 +77,16 @@ class View:
                 block = block.astype(cast.numpy(), copy=False)
         block = np.asarray(block, dtype=np.float32)
         return block if self.factor == 1.0 else block * np.float32(self.factor)
+
+
+@functools.lru_cache(maxsize=4096)  # a model's weights have few shapes, each asked for often
+def _signature(view: View, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    # np.empty reserves addresses without touching them; strides are all that is asked.
+    dummy = np.empty(shape, np.uint8)
+    shown = view.shape_of(dummy)
+    offset = shown.__array_interface__["data"][0] - dummy.__array_interface__["data"][0]
+    strides = tuple(s for s, d in zip(shown.strides, shown.shape, strict=True) if d > 1)
+    return (shown.shape, strides, offset, view.casts, view.factor)
 
 
 def _take_slice(array: Array, axis: int, start: int, stop: int, step: int) -> Array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import filecmp
+import functools
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -45,14 +46,34 @@ _HEX_DIGITS = 8
 class DataFile:
     """A data file under its temporary name, complete and on the disk.
 
-    entries: initializer name → its bytes in `path`; small ones lie in the .onnx and are not here.
-    tensors: every initializer as it will be read back, those of `entries` mapped from `path`.
+    values: every initializer that was written, by name.
     """
 
     path: Path
-    size: int
-    entries: Mapping[str, Extent]
-    tensors: Mapping[str, ir.TensorProtocol]
+    plan: Plan
+    values: Mapping[str, ir.TensorProtocol]
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.plan.size
+
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, ir.TensorProtocol]:
+        """Every initializer as it will be read back, those of `entries` mapped from `path`."""
+        return {
+            name: self.plan.stored(tensor, name, self.path.parent, self.path.name)
+            for name, tensor in self.values.items()
+        }
+
+    @functools.cached_property
+    def entries(self) -> Mapping[str, Extent]:
+        """Initializer name → its bytes in `path`; small ones lie in the .onnx and are not here."""
+        return {
+            name: Extent(tensor.offset or 0, tensor.length or 0)
+            for name, tensor in self.tensors.items()
+            if isinstance(tensor, ir.ExternalTensor)
+        }
 
 
 class Save:
@@ -88,9 +109,10 @@ class Save:
         self.single_file = single_file
         self.force = force
         self.progress = progress
-        mapped = {Path(t.path) for t in all_tensors(model) if isinstance(t, ir.ExternalTensor)}
-        self.protect = [Path(os.path.abspath(path)) for path in {*protect, *mapped}]
+        mapped = {t.path for t in all_tensors(model) if isinstance(t, ir.ExternalTensor)}
+        self.protect = [Path(os.path.abspath(path)) for path in {*map(str, protect), *mapped}]
         check_output(self.output, force=force, protect=self.protect)
+        self._has_unread = False
         self._plan: Plan | None = None
         self._data: OutFile | None = None
         self._onnx: OutFile | None = None
@@ -106,6 +128,7 @@ class Save:
                 too large. Errors of a quantized weight's source pass through.
         """
         self.abort()
+        self._has_unread = has_unread(self.model)
         written = self._written()
         self._plan = plan = Plan(all_tensors(written))
         if self.single_file:
@@ -119,7 +142,13 @@ class Save:
         except BaseException:
             self.abort()
             raise
-        return self._data_file(written, plan, self._data.path)
+        values = {
+            name: value.const_value
+            for graph in reversed(list(all_graphs(written)))
+            for name, value in graph.initializers.items()
+            if value.const_value is not None
+        }
+        return DataFile(self._data.path, plan, values)
 
     def trial(self, load: Callable[[Path], object]) -> None:
         """Hand `load` the model as it will be, the .onnx still under its temporary name.
@@ -179,29 +208,11 @@ class Save:
 
     def _written(self) -> ir.Model:
         """The part of the model that is saved: itself, where nothing in it is unread."""
-        if not has_unread(self.model):
+        if not self._has_unread:
             return self.model
         written = self.model.clone()
         remove_unread(written)
         return written
-
-    def _data_file(self, written: ir.Model, plan: Plan, path: Path) -> DataFile:
-        values = {
-            name: value.const_value
-            for graph in reversed(list(all_graphs(written)))
-            for name, value in graph.initializers.items()
-            if value.const_value is not None
-        }
-        tensors = {
-            name: plan.stored(tensor, name, path.parent, path.name)
-            for name, tensor in values.items()
-        }
-        entries = {
-            name: Extent(tensor.offset or 0, tensor.length or 0)
-            for name, tensor in tensors.items()
-            if isinstance(tensor, ir.ExternalTensor)
-        }
-        return DataFile(path, plan.size, entries, tensors)
 
     def _commit(self, plan: Plan, data: OutFile) -> list[Path]:
         new = self._prepared(plan, data)

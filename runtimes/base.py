@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -133,6 +133,15 @@ class Runtime(ABC):
         """Open a model once and run it on each of `feeds`: the callable that checks take."""
         session = self.open(model)
         return [session.run(each) for each in feeds]
+
+    def stream(self, model: Model, feeds: Iterable[Feeds]) -> Iterator[Arrays]:
+        """Run a model on each of `feeds` as they come, and give each result away at once.
+
+        The session's threads do not spin between runs: others compute meanwhile.
+        """
+        session = self.open(model, spinning=False)
+        for each in feeds:
+            yield session.run(each)
 
     def run_or_none(self) -> Run | None:
         """`run` where this target can run here."""

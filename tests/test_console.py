@@ -117,6 +117,39 @@ def test_stages_on_a_terminal_show_a_bar_and_leave_a_line() -> None:
     assert "write (0.0 s)" in text.splitlines()[-1]
 
 
+def shown_at(width: int, seconds: float, done: int) -> str:
+    """The bar `seconds` into a stage of 1000 units, after four equal steps to `done`."""
+    out, _ = console(width)
+    with Stages(out) as stages:
+        stages.stage("solve", total=1000)
+        bar = stages._bar
+        assert bar is not None
+        bar.stop()
+        start = bar.get_time()
+        for step in (1, 2, 3, 4):
+            now = start + seconds * step / 4
+            bar.get_time = lambda now=now: now  # type: ignore[method-assign,misc]
+            stages.advance(done * step // 4)
+        drawn, stream = console(width)
+        drawn.print(bar.get_renderable())
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [44, 60, 100])
+def test_a_bar_tells_the_time_left(width: int) -> None:
+    text = shown_at(width, seconds=200, done=200)  # one unit a second, in steps of 50
+    assert " 20 %" in text
+    assert "0:13:20 left" in text
+    assert all(len(line) <= width for line in text.splitlines())
+
+
+def test_a_stage_without_a_total_has_no_time_left() -> None:
+    out, stream = console(80)
+    with Stages(out) as stages:
+        stages.stage("capture")
+    assert "left" not in stream.getvalue()
+
+
 def test_quiet_stages_print_nothing() -> None:
     for width in (None, 80):
         out, stream = console(width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
@@ -173,6 +174,45 @@ def test_wide_terminals_show_more_columns_than_narrow_ones() -> None:
     assert CPU in rendered(example(), 200)
     heading = [line for line in rendered(example(), 80).splitlines() if "reason" in line]
     assert "provider" not in heading[0]
+
+
+@pytest.mark.parametrize(
+    "width,missing,wanted",
+    [
+        (50, "module, weight, role, N×K, was, now, state, format, block, level", 200),
+        (100, "weight, role, was, block, level, provider, error", 200),
+        (199, "weight", 200),
+    ],
+)
+def test_columns_without_room_are_named_with_a_way_to_see_them(
+    width: int, missing: str, wanted: int
+) -> None:
+    site = dataclasses.replace(fused("a"), module="m.a")
+    text = rendered(Explanation("m", "file", "ort-cpu", "r", (site,)), width)
+    told = " ".join(text.split())
+    assert f"no room for {missing}" in told
+    assert f"--format json has them, as has a terminal of {wanted} columns" in told
+
+
+@pytest.mark.parametrize("width", [None, 200])
+def test_where_all_columns_fit_none_is_missed(width: int | None) -> None:
+    assert "no room" not in rendered(example(), width)
+
+
+def test_a_column_without_content_is_not_missed() -> None:
+    bare = SiteRow("a", "", "", "", 8, 8, "float")
+    text = rendered(Explanation("m", "file", "ort-cpu", "r", (bare,)), 99)
+    assert "no room for N×K: --format json has them, as has a terminal of 100" in text
+
+
+def test_kernels_and_other_operators_add_up_to_the_run() -> None:
+    lines = rendered(example()).splitlines()
+    at = lines.index("kernels")
+    assert lines[at + 2].split()[-3:] == ["0.04", "40.0", "%"]
+    assert lines[at + 3].split() == ["other", "operators", "0.06", "60.0", "%"]
+    plain = Explanation("m", "file", "ort-cpu", "r", (fused("a"),), {"Mul": 3})
+    (heading,) = [line for line in rendered(plain).splitlines() if "other operators" in line]
+    assert heading == "other operators"
 
 
 def test_names_are_no_markup_and_steer_no_terminal() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx.reference
 import onnx_ir as ir
 import pytest
 
@@ -74,6 +76,36 @@ def test_rows_are_outputs(body: str, shape: Any, plain: bool) -> None:
     assert rows.dtype == np.float32
     assert rows.flags.c_contiguous
     np.testing.assert_allclose(x @ rows.T, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("offset", [0, 4096 + 16])
+def test_a_transposed_weight_in_a_file_is_read_as_it_lies(
+    tmp_path: Path, dtype: Any, offset: int
+) -> None:
+    array = np.random.default_rng(0).standard_normal((K, N)).astype(dtype)
+    (tmp_path / "w.data").write_bytes(b"\xee" * offset + array.tobytes() + b"\xee")
+    graph = graph_of(
+        "g (float[M, 12] x) => (y) { c = Cast<to = 1>(w) y = MatMul(x, c) }",
+        w=np.zeros((K, N), dtype),
+    )
+    value = graph.model.graph.initializers["w"]
+    value.const_value = ir.ExternalTensor(
+        "w.data", offset, array.nbytes, value.dtype, shape=ir.Shape([K, N]), name="w",
+        base_dir=tmp_path,
+    )  # fmt: skip
+    (site,) = graph.sites()
+    weight = site.weight
+    assert weight is not None
+    for start, stop in ((0, N), (1, N), (5, 7)):
+        wanted = array.T[start:stop].astype(np.float32)
+        found = weight.as_stored(start, stop)
+        assert found.dtype == np.float32
+        assert found.strides[0] < found.strides[1]
+        np.testing.assert_array_equal(found, wanted)
+        rows = weight.rows(start, stop)
+        weight.as_stored(0, N)[...] = 0  # rows stay what they are, whatever is read later
+        np.testing.assert_array_equal(rows, wanted)
 
 
 def test_roles() -> None:

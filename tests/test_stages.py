@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qgraph import pipeline
-from qgraph.stages import cut, stage_model, write_through
+from qgraph.stages import cut, residual_of, stage_model, write_through
 
 TEXT = """<ir_version: 9, opset_import: ["" : 17]>
 g (float[B, 8] x, bool c) => (float[B, 8] y) {
@@ -92,3 +92,39 @@ def test_writing_through_a_view_is_the_inverse_of_reading() -> None:
 
 def _weight(graph: Any, name: str) -> np.ndarray:
     return np.asarray(graph.model.graph.initializers[name].const_value.numpy())
+
+
+def residuals(body: str) -> dict[str, str | None]:
+    """Per MatMul of a graph that starts with x `[B, 8]`: the value that its output is added to."""
+    text = f"""<ir_version: 9, opset_import: ["" : 17, "com.microsoft" : 1]>
+    g (float[B, 8] x) => (float[B, 8] y) {{ {body} }}"""
+    model = onnx.parser.parse_model(text)
+    for name in ("w1", "w2"):
+        array = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(8, np.float32), "c"))
+    graph = pipeline.capture(ir.serde.deserialize_model(model))
+    found = {}
+    for site in graph.sites():
+        value = residual_of(site)
+        found[site.weight_name] = value.name if value is not None else None
+    return found
+
+
+def test_the_value_that_an_output_is_added_to() -> None:
+    assert residuals("a = MatMul(x, w1) y = Add(x, a)") == {"w1": "x"}
+    behind_bias = "a = MatMul(x, w1) b = Add(a, c) i = Identity(b) y = Add(i, x)"
+    assert residuals(behind_bias) == {"w1": "x"}
+    skip = (
+        "a = MatMul(x, w1) "
+        "y = com.microsoft.SkipSimplifiedLayerNormalization <epsilon = 1e-5> (x, a, c)"
+    )
+    assert residuals(skip) == {"w1": "x"}
+
+
+def test_what_is_no_residual_sum() -> None:
+    assert residuals("a = MatMul(x, w1) y = Mul(a, x)") == {"w1": None}
+    assert residuals("a = MatMul(x, w1) y = Add(a, c)") == {"w1": None}
+    two_readers = "a = MatMul(x, w1) b = Relu(a) d = Add(a, x) y = Add(d, b)"
+    assert residuals(two_readers) == {"w1": None}
+    assert residuals("a = MatMul(x, w1) y = Add(a, a)") == {"w1": None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -118,10 +117,11 @@ def _check(text: Path | None, tokenizer: Path | None, data: Path | None) -> None
 def _check_report(report: Path | None, inputs: Iterable[Path | None]) -> None:
     if report is None:
         return
-    if not os.access(report.absolute().parent, os.W_OK):
-        raise InputError(f"--report {report}: no folder that can be written; choose another path")
     if any(path is not None and path.resolve() == report.resolve() for path in inputs):
         raise InputError(f"--report {report} would overwrite an input: choose another path")
+    from qgraph.run_notes import check_report
+
+    check_report(report)
 
 
 def _print(found: Comparison, shape: str) -> None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qgraph.cli.options import assignments, group, group_size, one_of
+from qgraph.cli.options import solver as solver_names
 from qgraph.errors import InputError
+from qgraph.recipe import CALIBRATIONS
 from qgraph.registry import names
 
 if TYPE_CHECKING:
@@ -19,13 +21,13 @@ _WHAT, _WHICH, _RUNS, _FILES = "What to make", "Which weights", "Target and chec
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX file.")]
 Output = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "-o",
         "--output",
         metavar="OUT",
         rich_help_panel=_FILES,
-        help="The .onnx to write. Default: MODEL with .int4 before its suffix.",
+        help="The .onnx to write, or a folder for it. Default: MODEL with .int4 before its suffix.",
     ),
 ]
 Int4Groups = Annotated[
@@ -59,10 +61,30 @@ Group = Annotated[
 Solver = Annotated[
     str | None,
     typer.Option(
-        metavar="|".join(names("solver")),
-        callback=one_of(names("solver")),
+        metavar="SOLVER[+SOLVER]",
+        callback=solver_names,
         rich_help_panel=_WHAT,
-        help="How weights are rounded. Default: rtn, to nearest.",
+        help=f"How weights are rounded: {', '.join(names('solver'))}, or several composed, as "
+        "awq+clip+gptq. Default: rtn, to nearest.",
+    ),
+]
+CalibrationMode = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration",
+        metavar="|".join(CALIBRATIONS),
+        callback=one_of(CALIBRATIONS),
+        rich_help_panel=_WHAT,
+        help="Solve each linear on inputs from the model quantized so far, or from the float "
+        "model. Default: sequential.",
+    ),
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        rich_help_panel=_FILES,
+        help="Go on with a run that was stopped: weights that its solver finished are taken.",
     ),
 ]
 Embedding = Annotated[
@@ -100,27 +122,36 @@ Set = Annotated[
     ),
 ]
 Calibrate = Annotated[
-    Path | None,
+    list[str] | None,
     typer.Option(
-        metavar="DATA",
+        "--calibrate",
+        metavar="SOURCE[@WEIGHT]",
         rich_help_panel=_WHAT,
-        help="Data for the solver gptq: a text (with --tokenizer), a .npz or a .jsonl file.",
+        help="Calibration data: a text (with --tokenizer), a .npz or a .jsonl file, a folder of "
+        "them, or self: text that a language model samples itself. Repeatable; the weights are "
+        "shares of --samples.",
     ),
 ]
 Tokenizer = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", rich_help_panel=_WHAT, help="The text's tokenizer.json."),
+    typer.Option(metavar="FILE", rich_help_panel=_WHAT, help="The texts' tokenizer.json."),
 ]
 Samples = Annotated[
     int,
     typer.Option(
-        metavar="N", min=1, rich_help_panel=_WHAT, help="Calibration samples to use at most."
+        metavar="N",
+        min=1,
+        rich_help_panel=_WHAT,
+        help="Calibration samples to use at most, of all sources together.",
     ),
 ]
 Sequence = Annotated[
     int,
     typer.Option(
-        metavar="N", min=2, rich_help_panel=_WHAT, help="Tokens in a block of calibration text."
+        metavar="N",
+        min=2,
+        rich_help_panel=_WHAT,
+        help="Tokens in a sample of calibration text, or of the model's own text.",
     ),
 ]
 Include = Annotated[
@@ -228,6 +259,7 @@ def optimize(
     format_: FormatName = None,
     group: Group = None,
     solver: Solver = None,
+    calibration: CalibrationMode = None,
     calibrate: Calibrate = None,
     tokenizer: Tokenizer = None,
     samples: Samples = 64,
@@ -250,6 +282,7 @@ def optimize(
     report: ReportFile = None,
     single_file: SingleFile = False,
     force: Force = False,
+    resume: Resume = False,
     quiet: Quiet = False,
 ) -> None:
     """Quantize MODEL's linears and embeddings and put the target's fused kernels in their place.
@@ -269,13 +302,14 @@ def optimize(
         "format": "auto" if int4_groups is not None else format_,
         "group": group_size(int4_groups or group),
         "solver": solver,
+        "calibration": calibration,
         "embedding": embedding,
         "accuracy_level": accuracy_level,
         "unfused": unfused,
         "min_elements": min_elements,
     }
     asked = _recipe(recipe, wanted, include or [], exclude or [], set_ or [], option or [])
-    written = None if dry_run else output or default_output(model, asked)
+    written = None if dry_run else chosen_output(output, default_output(model, asked))
     out = console.output()
     if not quiet:
         outcome.print_configuration(out, model, written, asked, target, check)
@@ -291,8 +325,9 @@ def optimize(
             min_coverage=min_coverage,
             single_file=single_file,
             force=force,
+            resume=resume,
             report=report,
-            calibrate=calibrate,
+            calibrate=calibrate or None,
             tokenizer=tokenizer,
             samples=samples,
             sequence=sequence,
@@ -308,6 +343,22 @@ def default_output(model: Path, recipe: Recipe) -> Path:
     """`model.onnx` → `model.int4.onnx`, after the format that was asked for."""
     name = recipe.format.partition(":")[0]
     return model.with_name(f"{model.stem}.{'int4' if name == 'auto' else name}.onnx")
+
+
+def chosen_output(output: str | None, default: Path) -> Path:
+    """The file to write; a folder (one that exists, or `-o NAME/`) gets the default's name.
+
+    Raises:
+        InputError: an empty text.
+    """
+    if output is None:
+        return default
+    if not output:
+        raise InputError("-o '': wanted the .onnx to write, or a folder for it")
+    from qgraph.run_notes import is_folder_name
+
+    path = Path(output)
+    return path / default.name if is_folder_name(output) or path.is_dir() else path
 
 
 def _recipe(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-from qgraph.registry import did_you_mean
+from qgraph.registry import did_you_mean, names
 
 
 def one_of(known: Sequence[str]) -> Callable[[str | None], str | None]:
@@ -20,6 +20,13 @@ def one_of(known: Sequence[str]) -> Callable[[str | None], str | None]:
         return value
 
     return check
+
+
+def solver(value: str | None) -> str | None:
+    """A callback for composed solvers, `awq+clip+gptq`; in which order is the recipe's affair."""
+    for name in value.split("+") if value is not None else ():
+        one_of(names("solver"))(name)
+    return value
 
 
 def group(value: str | None) -> str | None:

@@ -71,13 +71,15 @@ def print_result(console: Console, result: Result, quiet: bool) -> None:
 
 
 def print_plan(console: Console, result: Result, report: Path | None, quiet: bool) -> None:
-    """Print a dry run's coverage and kernels, and write the plan where it was asked for."""
+    """Print a dry run's coverage, kernels and prediction, and where the plan was written."""
     if not quiet:
         explanation = from_plan(result.plan, "plan")
         render_kernels(explanation, console)
         render_reasons(explanation, console)
         for note in result.report.notes:
             print_line(console, f"note: {note}")
+        if result.prediction is not None:
+            print_line(console, f"prediction: {result.prediction.line}")
     print_line(console, result.summary, style="bold")
     if report is not None:
         print_line(console, f"wrote {report} ({megabytes(report.stat().st_size)})")

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -65,7 +66,7 @@ class PartSpec:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """Rows of a quantized weight, unpacked. Only a format packs.
+    """Rows of a quantized weight, unpacked, in any order of memory. Only a format packs.
 
     codes: `[n, K]`, int8 for symmetric formats (signed codes), uint8 for asymmetric ones.
     scales: `[n, nb]` in the dtype in which they are stored (float32 or float16).
@@ -111,6 +112,11 @@ class Format(ABC):
         return f"{self.name}:{','.join(words)}"
 
     @property
+    @abstractmethod
+    def code_range(self) -> tuple[int, int]:
+        """The least and the largest code."""
+
+    @property
     def default_layout(self) -> Layout:
         """The layout that `qgraph::Dequantize…` reads."""
         return Layout("blocks", self.group)
@@ -132,6 +138,8 @@ class Format(ABC):
     @abstractmethod
     def quantize(self, rows: Array, scale_dtype: ir.DataType) -> QuantizedWeight:
         """Round `rows` (float32 `[n, K]`) to nearest, ties to even, against the scale as stored.
+
+        Rows may lie column by column, as linears store them; so do the codes then.
 
         Raises:
             OverflowError: a scale does not fit `scale_dtype`; `args[1]` is (row, group).
@@ -188,6 +196,7 @@ def check_group(group: int) -> None:
         raise InputError(f"group {group}: wanted a power of two from 16 to 256, or row")
 
 
+@functools.cache  # asked again for every site
 def parse(text: str, *, group: int | None = None) -> Format:
     """The format that `text` spells: `int4`, `uint4:group=128`, `int4:group=row,scale=signed`.
 

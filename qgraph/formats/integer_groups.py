@@ -30,7 +30,14 @@ from qgraph.formats.base import (
     check_group,
 )
 from qgraph.formats.onnx_function import dequantize_function
-from qgraph.formats.packing import pack_bits, packed_bytes, padded, unpack_bits
+from qgraph.formats.packing import (
+    is_turned,
+    pack_bits,
+    packed_bytes,
+    padded,
+    row_major,
+    unpack_bits,
+)
 
 TILE = 1 << 19
 """Weights worked on at once (2 MB of float32): small enough for the cache, large enough for two
@@ -59,7 +66,8 @@ class IntegerGroups(Format):
         return f"Dequantize{self.name.capitalize()}V1"
 
     @property
-    def _code_range(self) -> tuple[int, int]:
+    def code_range(self) -> tuple[int, int]:
+        """See `Format.code_range`."""
         return (-self._offset, self._offset - 1) if self.symmetric else (0, (1 << self.bits) - 1)
 
     @property
@@ -96,33 +104,31 @@ class IntegerGroups(Format):
         return 8 * sum(spec.nbytes for spec in specs.values()) / k
 
     def quantize(self, rows: Array, scale_dtype: ir.DataType) -> QuantizedWeight:
-        """See `Format.quantize`; rows in another float type are cast tile by tile."""
+        """See `Format.quantize`; codes lie like the rows, row by row or column by column."""
         _check_scale_dtype(scale_dtype)
         n, k = rows.shape
         nb = _count(k, self.group)
-        width = nb * (self.group or k)
-        codes = np.empty((n, k), np.int8 if self.symmetric else np.uint8)
+        codes = np.empty((n, k), np.uint8, order="F" if is_turned(rows) else "C")
         scales = np.empty((n, nb), scale_dtype.numpy())
         zeros = None if self.symmetric else np.empty((n, nb), np.uint8)
-        work = np.empty(min(n, _tile_rows(width)) * width, np.float32)
-        # Zeros change the grid of no group, so a partial one is filled up with them.
-        filled = None if width == k else np.zeros((len(work) // width, width), np.float32)
+        work = np.empty(min(n * k, TILE), np.float32)
         with np.errstate(all="ignore"):  # NaN and Inf are the caller's to find
-            for tile in _tiles(n, width):
-                groups = _contiguous(rows[tile], filled).reshape(-1, width // nb)
-                scratch = work[: groups.size]
+            for tile in _group_tiles(rows, codes, self.group):
+                groups = np.asarray(tile.weights, np.float32)
+                if work.size < groups.size:  # one row, or one group, is larger than a tile
+                    work = np.empty(groups.size, np.float32)
+                scratch = _lying_like(groups, work)
                 grid = self._grid(groups, scratch, scales.dtype)
-                _check_overflow(grid.steps * np.float32(self._code_range[1]), tile.start, scales)
-                scales[tile] = grid.steps.reshape(-1, nb)
+                tile.check_overflow(grid.steps * np.float32(self.code_range[1]), scales.dtype)
+                scales[tile.rows, tile.at] = grid.steps[..., 0]
                 if zeros is not None and grid.zeros is not None:
-                    zeros[tile] = grid.zeros.reshape(-1, nb)
-                rounded = self._round(groups, grid, scratch.reshape(groups.shape))
-                codes[tile] = rounded.view(codes.dtype).reshape(-1, width)[:, :k]
-        return QuantizedWeight(codes, scales, zeros)
+                    zeros[tile.rows, tile.at] = grid.zeros[..., 0]
+                self._round(groups, grid, scratch, tile.codes)
+        return QuantizedWeight(codes.view(np.int8) if self.symmetric else codes, scales, zeros)
 
     def _grid(self, groups: Array, work: Array, stored: np.dtype[np.floating[Any]]) -> _Grid:
-        """The grid of each of `groups` `[m, G]`, its scales as they read back from `stored`."""
-        low, high = self._code_range
+        """The grid of each of `groups` `[n, nb, G]`, its scales as they read back from `stored`."""
+        low, high = self.code_range
         if self.symmetric and self.scale == "absmax":
             most = _extremes(groups, work, absolute=True)[0]
             return _Grid(_as_stored(most / np.float32(high), most, stored))
@@ -135,26 +141,22 @@ class IntegerGroups(Format):
         least, most = np.minimum(least, 0), np.maximum(most, 0)
         span = most - least
         steps = _as_stored(span / np.float32(high), span, stored)
-        divisors = np.where(steps == 0, 1, steps)
+        divisors = _divisors(steps)
         zeros = np.rint(-least / divisors)
         return _Grid(steps, zeros, np.rint(most / divisors) + zeros > high)
 
-    def _round(self, groups: Array, grid: _Grid, work: Array) -> Array:
-        """Codes of `groups` `[m, G]`, as uint8 (two's complement)."""
-        steps = grid.steps[:, None]
-        np.divide(groups, np.where(steps == 0, 1, steps), out=work)
+    def _round(self, groups: Array, grid: _Grid, work: Array, codes: Array) -> None:
+        """Put the codes of `groups` `[n, nb, G]` into `codes`, uint8 (two's complement)."""
+        np.divide(groups, _divisors(grid.steps), out=work)
         # Adding 1.5 * 2^23 leaves no fraction bits: it rounds to nearest, ties to even, and the
         # code is then the low byte.
         work += _ROUND
-        codes = work.view(np.int32).astype(np.uint8)
-        if grid.zeros is not None:
-            codes += grid.zeros.astype(np.uint8)[:, None]
         if grid.clips is not None and grid.clips.any():
-            high = self._code_range[1]
-            zeros = 0 if grid.zeros is None else grid.zeros[grid.clips, None]
-            clipped = np.minimum(work[grid.clips] - _ROUND + zeros, high)
-            codes[grid.clips] = clipped.astype(np.int16).astype(np.uint8)
-        return codes
+            zeros = 0 if grid.zeros is None else grid.zeros
+            np.minimum(work, _ROUND + (np.float32(self.code_range[1]) - zeros), out=work)
+        np.copyto(codes, work.view(np.int32), casting="unsafe")
+        if grid.zeros is not None:
+            codes += grid.zeros.astype(np.uint8)
 
     def dequantize(self, weight: QuantizedWeight) -> Array:
         """See `Format.dequantize`."""
@@ -178,7 +180,7 @@ class IntegerGroups(Format):
         (2^b - 1)/2^11 steps short; a signed scale clips its opposite extreme by up to one step,
         visible as the highest code.
         """
-        low, high = self._code_range
+        low, high = self.code_range
         arithmetic = (high - low) * 2.0**-21
         short = (high - low) * float(np.finfo(weight.scales.dtype).eps) / 2
         steps = np.full(weight.scales.shape, 0.5 + arithmetic, np.float32)
@@ -204,7 +206,8 @@ class IntegerGroups(Format):
         for tile in _tiles(n, k):
             fill = 0 if zeros is None else zeros[tile, -1:]
             wide = padded(codes[tile], blocks.width, fill).view(np.uint8)
-            packed[tile] = pack_bits(wide + np.uint8(self._offset), self.bits)
+            wide = wide + np.uint8(self._offset) if self._offset else wide
+            pack_bits(wide, self.bits, packed[tile])
         parts = {
             "codes": packed.reshape(n, blocks.count, blocks.nbytes),
             "scales": np.repeat(scales, blocks.repeats, axis=1)[:, : blocks.count],
@@ -258,12 +261,31 @@ class IntegerGroups(Format):
 
 
 class _Grid(NamedTuple):
-    """What the codes of m groups count: all `[m]`, float32."""
+    """What the codes of groups count: float32 `[n, nb, 1]`."""
 
     steps: Array
     zeros: Array | None = None
     clips: Array | None = None
     """Groups in which a code may exceed the highest; None where none can."""
+
+
+class _Tile(NamedTuple):
+    """What is worked on at once: the groups `at` of `rows`; weights and codes `[rows, at, G]`."""
+
+    rows: slice
+    at: slice
+    weights: Array
+    codes: Array
+
+    def check_overflow(self, ends: Array, stored: np.dtype[np.floating[Any]]) -> None:
+        """Refuse groups whose scale, or scale times highest code (`ends`), is infinite."""
+        infinite = np.isinf(ends)
+        if infinite.any():
+            row, group = divmod(int(infinite.argmax()), infinite.shape[1])
+            row, group = self.rows.start + row, self.at.start + group
+            raise OverflowError(
+                f"row {row}, group {group}: its scale does not fit {stored}", (row, group)
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,6 +329,22 @@ def _tiles(n: int, width: int) -> Iterator[slice]:
         yield slice(start, min(start + step, n))
 
 
+def _group_tiles(weights: Array, codes: Array, group: int) -> Iterator[_Tile]:
+    """Tiles of a weight `[n, k]` and its codes, in runs of memory that are as long as possible.
+
+    Whole rows where they lie row by row; else few groups of many rows.
+    """
+    n, k = weights.shape
+    for rows in _tiles(n, (group or k) if is_turned(weights) else k):
+        views = zip(
+            _group_views(weights[rows], group), _group_views(codes[rows], group), strict=True
+        )
+        for (groups, at), (places, _) in views:
+            for few in _tiles(groups.shape[1], groups.shape[0] * groups.shape[2]):
+                found = slice(at.start + few.start, at.start + few.stop)
+                yield _Tile(rows, found, groups[:, few], places[:, few])
+
+
 def _group_views(rows: Array, group: int) -> Iterator[tuple[Array, slice]]:
     """Views `[n, groups, G]` of `rows` and which groups they are: the whole ones, the partial."""
     n, k = rows.shape
@@ -318,18 +356,27 @@ def _group_views(rows: Array, group: int) -> Iterator[tuple[Array, slice]]:
         yield rows[:, None, end:], slice(whole, whole + 1)
 
 
-def _contiguous(rows: Array, filled: Array | None) -> Array:
-    """`rows` in float32, in one piece; at the left of `filled` if there is one."""
-    if filled is None:
-        return np.ascontiguousarray(rows, np.float32)
-    filled[: len(rows), : rows.shape[1]] = rows
-    return filled[: len(rows)]
+def _lying_like(groups: Array, work: Array) -> Array:
+    """The first elements of `work` in the shape of `groups` `[n, nb, G]`, in the same order."""
+    n, nb, group = groups.shape
+    first = work[: groups.size]
+    if is_turned(groups):
+        return first.reshape(nb, group, n).transpose(2, 0, 1)
+    return first.reshape(groups.shape)
 
 
 def _extremes(groups: Array, work: Array, *, absolute: bool = False) -> list[Array]:
-    """Least and greatest of each of `groups` `[m, G]`, or only the greatest magnitude."""
+    """Least and greatest of each of `groups` `[n, nb, G]`, or only the greatest magnitude.
+
+    work: scratch that lies like the groups. The results are `[n, nb, 1]`.
+    """
     reductions = (np.maximum,) if absolute else (np.minimum, np.maximum)
-    m, group = groups.shape
+    n, nb, group = groups.shape
+    if is_turned(groups):
+        groups = np.absolute(groups, out=work) if absolute else groups
+        return [reduction.reduce(groups, axis=2, keepdims=True) for reduction in reductions]
+    m = n * nb
+    groups, work = groups.reshape(m, group), work.reshape(-1)
     # numpy reduces short rows one by one, slowly: up to 32 long they are first laid side by side,
     # as columns of a width that keeps the copy in the first-level cache.
     whole = m // 256 * 256 if group <= 32 else 0
@@ -345,25 +392,22 @@ def _extremes(groups: Array, work: Array, *, absolute: bool = False) -> list[Arr
         if whole < m:
             starts = np.arange(0, rows.size, group)
             reduction.reduceat(rows.reshape(-1), starts, out=result[whole:])
-    return results
+    return [result.reshape(n, nb, 1) for result in results]
 
 
 def _as_stored(steps: Array, span: Array, stored: np.dtype[np.floating[Any]]) -> Array:
     """float32 scales as they read back from `stored`: 0 where `span` is, else never subnormal."""
     tiny = np.finfo(stored).smallest_normal.astype(np.float32)
-    steps = np.where(np.abs(steps) < tiny, np.copysign(tiny, steps), steps)
-    return np.where(span == 0, np.float32(0), steps.astype(stored).astype(np.float32))
+    np.copyto(steps, np.copysign(tiny, steps), where=np.abs(steps) < tiny)
+    steps = steps.astype(stored, copy=False).astype(np.float32, copy=False)
+    np.copyto(steps, 0, where=span == 0)
+    return steps
 
 
-def _check_overflow(ends: Array, start: int, scales: Array) -> None:
-    """Refuse groups, in rows from `start` on, whose scale, or scale times highest code, is Inf."""
-    infinite = np.isinf(ends)
-    if infinite.any():
-        row, group = divmod(int(infinite.argmax()), scales.shape[1])
-        raise OverflowError(
-            f"row {start + row}, group {group}: its scale does not fit {scales.dtype}",
-            (start + row, group),
-        )
+def _divisors(steps: Array) -> Array:
+    """The steps, and 1 for groups of zeros."""
+    divisors: Array = steps + (steps == 0)
+    return divisors
 
 
 def _check_scale_dtype(dtype: ir.DataType) -> None:
@@ -382,7 +426,7 @@ def _pack_flat(values: Array, bits: int) -> Array:
     """Codes or zero points as ONNX stores its integer types: two's complement, no row padding."""
     if bits == 8:
         return values
-    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    flat = row_major(values).reshape(-1).view(np.uint8)
     packed = np.zeros(packed_bytes(flat.size, bits), np.uint8)
     step = 8 // bits
     for tile in _tiles(flat.size, 1):

@@ -1,9 +1,11 @@
-"""What each step of the solvers gains: KL on SmolLM2-135M, one table by one command.
+"""What each solver gains: KL on SmolLM2-135M in two domains, one table by one command.
 
     python tests/benchmarks/quality.py --calibrate valid.txt --text test.txt [--offgrid] [--out F]
 
 Linears (not the head) at 4 bits, group 64, asymmetric, float activations, head and embedding in
-float. Calibration: 64 × 512 tokens; evaluation: 20 × 256 tokens, every position, full vocabulary.
+float. Calibration: 64 × 512 tokens; evaluation: 20 × 256 tokens, every position, full vocabulary,
+of the text given and of docstrings of Python's standard library. Rows that calibrate on docstrings
+use those of other modules. One process a row, so that each tells its own time and peak memory.
 """
 
 from __future__ import annotations
@@ -11,62 +13,119 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import docstrings
 import onnxruntime as ort
 import torch
 
 import qgraph
 from qgraph.models import smollm2
 
-PAPER = {"quantize_gptq.correct": "false"}
-REFINED = {"quantize_gptq.sweeps": "2", "quantize_gptq.refit": "true"}
+PAPER = {"solve.correct": "false"}
 ROWS: dict[str, dict[str, Any]] = {
     "rounding": {},
     "int8 rounding": {"format": "int8:group=64"},
+    "ONNX Runtime's HQQ": {"peer": True},
+    "hqq": {"solver": "hqq"},
+    "weighted": {"solver": "weighted", "calibration": "parallel"},
+    "awq": {"solver": "awq", "options": PAPER},
     "gptq, no act order": {
-        "solver": "gptq", "options": {**PAPER, "quantize_gptq.act_order": "false"},
+        "solver": "gptq", "options": {**PAPER, "quantize_gptq.act_order": "off"},
     },
+    "gptq, act order, parallel": {"solver": "gptq", "calibration": "parallel"},
     "gptq, act order": {"solver": "gptq", "options": PAPER},
-    "gptq, act order, corrected": {"solver": "gptq"},
-    "gptq, corrected, refined": {"solver": "gptq", "options": REFINED},
+    "gptq, act order, outputs corrected": {
+        "solver": "gptq", "options": {"solve.residual": "false"},
+    },
+    "gptq (as shipped)": {"solver": "gptq"},
+    "best": {"solver": "auto"},
+    "best, both domains": {"solver": "auto", "data": "both"},
+    "best, self": {"solver": "auto", "data": "self"},
 }  # fmt: skip
+TWO_DOMAINS = "both"
 
 
-def measure(source: Path, row: dict[str, Any], calibrate: Path, text: Path) -> dict[str, Any]:
-    """KL, seconds and peak memory of one row of the table."""
-    options = {"format": "uint4:group=64", **row}
-    if "solver" in options:
-        options |= {"calibrate": calibrate, "tokenizer": smollm2.tokenizer()}
-    with tempfile.TemporaryDirectory() as folder:
-        since = time.perf_counter()
+def peer(source: Path, output: Path) -> None:
+    """ONNX Runtime's own HQQ on the same linears (the head excluded)."""
+    import onnx
+    from onnxruntime.quantization.matmul_nbits_quantizer import (
+        HQQWeightOnlyQuantConfig,
+        MatMulNBitsQuantizer,
+    )
+
+    model = onnx.load(source)
+    heads = [
+        node.name
+        for node in model.graph.node
+        if node.op_type == "MatMul" and model.graph.output[0].name in node.output
+    ]
+    quantizer = MatMulNBitsQuantizer(
+        model,
+        algo_config=HQQWeightOnlyQuantConfig(block_size=64, bits=4),
+        nodes_to_exclude=heads,
+    )
+    quantizer.process()
+    quantizer.model.save_model_to_file(str(output), use_external_data_format=True)
+
+
+def measure(source: Path, name: str, calibrate: Path, text: Path, folder: Path) -> dict[str, Any]:
+    """KL in both domains, seconds and peak memory of one row; runs in a process of its own."""
+    row = dict(ROWS[name])
+    output = folder / "o.onnx"
+    since = time.perf_counter()
+    peak = 0.0
+    if row.pop("peer", False):
+        peer(source, output)
+    else:
+        options: dict[str, Any] = {"format": "uint4:group=64", **row}
+        data = options.pop("data", None)
+        solver = options.get("solver", "rtn")
+        if solver not in ("rtn", "hqq"):
+            options |= {"calibrate": calibrate, "tokenizer": smollm2.tokenizer()}
+            if data == TWO_DOMAINS:
+                options["calibrate"] = [calibrate, docstrings.write(folder / "docs.txt", 1)]
+            elif data == "self":
+                options |= {"calibrate": "self", "tokenizer": None}
         result = qgraph.optimize(
-            source, Path(folder) / "o.onnx", embedding="float", exclude="role:head",
+            source, output, embedding="float", exclude="role:head",
             accuracy_level=0, check=False, unfused="portable", **options,
         )  # fmt: skip
-        seconds = time.perf_counter() - since
-        found = qgraph.compare(
-            source, result.files[0], text=text, tokenizer=smollm2.tokenizer(), sites=False
+        peak = result.report.totals["peak_rss_bytes"] / 1e6
+    found: dict[str, Any] = {"seconds": time.perf_counter() - since, "peak_mb": peak}
+    texts = {"wikitext": text, "docstrings": docstrings.write(folder / "eval.txt", 0)}
+    for domain, path in texts.items():
+        divergence = qgraph.compare(
+            source, output, text=path, tokenizer=smollm2.tokenizer(), sites=False
         ).divergence
-    assert found is not None
-    peak = result.report.totals["peak_rss_bytes"] / 1e6
-    return {"kl": found.mean, "p99": found.p99, "seconds": seconds, "peak_mb": peak}
+        assert divergence is not None
+        found[domain] = {"kl": divergence.mean, "median": divergence.median, "p99": divergence.p99}
+    return found
 
 
 def main() -> None:
-    """Measure the rows asked for and print them; with --out write the result file."""
+    """Measure the rows asked for and print them; with --out add them to the result file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--calibrate", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--offgrid", action="store_true")
     parser.add_argument("--rows", nargs="*", default=list(ROWS))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", help="measure this row here, and print it as JSON")
     arguments = parser.parse_args()
     source = smollm2.build(offgrid=arguments.offgrid)
+    if arguments.one:
+        with tempfile.TemporaryDirectory() as folder:
+            row = measure(source, arguments.one, arguments.calibrate, arguments.text, Path(folder))
+        print(json.dumps(row))
+        return
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "model": source.stem,
@@ -78,8 +137,14 @@ def main() -> None:
         },
         "rows": {},
     }
+    if arguments.out is not None and arguments.out.exists():
+        result["rows"] = json.loads(arguments.out.read_text(encoding="utf-8"))["rows"]
     for name in arguments.rows:
-        row = measure(source, ROWS[name], arguments.calibrate, arguments.text)
+        command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+        if done.returncode:
+            raise SystemExit(f"{name}: {done.stderr}")
+        row = json.loads(done.stdout.strip().splitlines()[-1])
         result["rows"][name] = row
         print(json.dumps({name: row}), flush=True)
         if arguments.out is not None:

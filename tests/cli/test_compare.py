@@ -114,7 +114,10 @@ def test_the_gate_speaks_after_the_result(
         (("--data", "d.jsonl", "--tokenizer", "t"), "--tokenizer goes with --text"),
         (("--data", "d.csv"), "neither a .npz nor a .jsonl"),
         (("--data", "d.jsonl"), "No such file"),
-        (("--data", "d.jsonl", "--report", "no/where/r.json"), "no folder that can be written"),
+        (
+            ("--data", "d.jsonl", "--report", "no/where/r.json"),
+            "No such file or directory: choose a path",
+        ),
         (("--data", "d.jsonl", "--report", "d.jsonl"), "would overwrite"),
         (("--data", "d.jsonl", "--samples", "0"), "--samples"),
         (("--data", "d.jsonl", "--max-kl", "-1"), "--max-kl"),

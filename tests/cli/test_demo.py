@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import pytest
 
 Command = Callable[..., Any]
 
@@ -27,6 +28,13 @@ def test_demo(qgraph: Command, tmp_path: Path) -> None:
     sizes = {name: float(rows[name][1]) for name in ("float", "int4")}
     assert sizes["int4"] < sizes["float"] / 4
     assert "CPUExecutionProvider (ran)" in ran.out
+    at = ran.out.index("\nkernels\n")
+    header, *kernels = ran.out[at:].strip().splitlines()[1:5]
+    assert header.split() == ["sites", "kernel", "provider", "ms", "share"]
+    others = re.search(r"^ +other operators +([\d.]+) +([\d.]+) %$", ran.out, re.MULTILINE)
+    assert others is not None
+    shares = [float(line.split()[-2]) for line in kernels] + [float(others[2])]
+    assert sum(shares) == pytest.approx(100, abs=0.3)
     assert ran.out.splitlines()[-1].startswith("next: qgraph explain ")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,38 @@ def test_an_output_that_exists_wants_force(qgraph: Command, model: Path) -> None
     assert ops(output)["MatMulNBits"] == 5
 
 
+@pytest.mark.parametrize("name", ["folder", "folder/"])
+def test_a_folder_gets_the_default_name(qgraph: Command, model: Path, name: str) -> None:
+    folder = model.parent / "folder"
+    folder.mkdir()
+    ran = qgraph("optimize", model, "-o", f"{model.parent}/{name}", "--single-file")
+    assert ran.status == 0, ran.err
+    assert files(folder) == {"model.int4.onnx"}
+    assert files(model.parent) == {"model.onnx", "folder"}
+
+
+@pytest.mark.parametrize("output,words", [("none/", "there is no folder"), ("", "wanted")])
+def test_a_folder_that_is_not_there_is_never_a_file(
+    qgraph: Command, model: Path, monkeypatch: pytest.MonkeyPatch, output: str, words: str
+) -> None:
+    monkeypatch.chdir(model.parent)
+    ran = qgraph("optimize", model, "-o", output)
+    assert ran.status == 2
+    assert words in ran.err
+    assert files(model.parent) == {"model.onnx"}
+
+
+def test_a_calibrated_plan_predicts_time_and_memory(qgraph: Command, model: Path) -> None:
+    plain = qgraph("optimize", model, "--dry-run")
+    assert "prediction" not in plain.out + plain.err
+    ran = qgraph("optimize", model, "--dry-run", "--solver", "gptq", "--samples", "4")
+    assert ran.status == 0, ran.err
+    (line,) = [line for line in ran.out.splitlines() if line.startswith("prediction: ")]
+    shape = r"prediction: about \d+ s and \d+ MB of memory at the peak, for at most 2048 tokens"
+    assert re.fullmatch(shape, line)
+    assert "prediction" not in qgraph("optimize", model, "--dry-run", "--solver", "gptq", "-q").out
+
+
 def test_the_input_is_never_the_output(qgraph: Command, model: Path) -> None:
     before = model.read_bytes()
     assert qgraph("optimize", model, "-o", model, "--force").status == 2
@@ -282,9 +315,11 @@ def test_a_wrong_weight_is_named_and_nothing_written(qgraph: Command, model: Pat
     (("--embedding", "int9"), "int"),
     (("--recipe", "none.toml"), "none.toml"),
     (("-o", "no/such/folder/m.onnx"), "folder"),
+    (("--report", "no/such/folder/r.json"), "no/such/folder/r.json"),
+    (("--accuracy-level", "0", "--option", "lower_matmul_nbits.accuracy_level=4"), "contradict"),
 ])  # fmt: skip
 def test_bad_values_are_2_and_write_nothing(
-    qgraph: Command, model: Path, arguments: tuple[str, str], words: str,
+    qgraph: Command, model: Path, arguments: tuple[str, ...], words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(model.parent)

@@ -205,12 +205,40 @@ def test_rows_of_other_float_types_and_orders(dtype: Any) -> None:
     assert_same(parse("uint4:group=16").quantize(np.asfortranarray(rows), F32), wanted)
 
 
+@pytest.mark.parametrize("format_", FORMATS + SIGNED)
+@pytest.mark.parametrize("group", [16, 48, 256, 0])
+def test_rows_that_lie_column_by_column(format_: IntegerGroups, group: int) -> None:
+    """The weight of a MatMul, `[K, N]`, is quantized as it lies: same codes, same bytes."""
+    format_ = with_group(format_, group)
+    rows = gaussian(2600, 333)  # several tiles, and a partial group
+    rows[:, 16:32] = 0
+    wanted = format_.quantize(rows, F16)
+    weight = format_.quantize(np.asfortranarray(rows), F16)
+    assert weight.codes.flags.f_contiguous
+    assert_same(weight, wanted)
+    for layout in (format_.default_layout, Layout("qdq")):
+        found = format_.pack(weight, layout)
+        for part, array in format_.pack(wanted, layout).items():
+            np.testing.assert_array_equal(found[part], array)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_which_group_does_not_fit(order: Any) -> None:
+    rows = np.ones((1200, 1100), np.float32, order)
+    rows[1100, 1090] = 3e38
+    with pytest.raises(OverflowError) as caught:
+        parse("int4:group=32").quantize(rows, F16)
+    assert caught.value.args[1] == (1100, 34)
+
+
 @pytest.mark.parametrize("text", ["int4:group=64,scale=signed", "uint4:group=16", "uint8:group=48"])
-def test_temporaries_stay_small(text: str) -> None:
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_temporaries_stay_small(text: str, order: Any) -> None:
     """However large the block of rows: a few tiles of 1 MB beside what is returned."""
     name, _, group = text.partition(":group=")
     format_ = parse(text) if "48" not in group else dataclasses.replace(parse(name), group=48)
-    rows, layout = gaussian(4096, 1024), Layout("blocks", format_.group)
+    rows = np.asarray(gaussian(4096, 1024), order=order)
+    layout = Layout("blocks", format_.group)
     weight = format_.quantize(rows, F16)
     parts = format_.pack(weight, layout)
     for call, result in (

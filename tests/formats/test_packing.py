@@ -7,7 +7,14 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from qgraph.formats.packing import pack_bits, packed_bytes, padded, unpack_bits
+from qgraph.formats.packing import (
+    is_turned,
+    pack_bits,
+    packed_bytes,
+    padded,
+    row_major,
+    unpack_bits,
+)
 
 
 def test_low_bits_first() -> None:
@@ -34,6 +41,40 @@ def test_agrees_with_onnx(dtype: ir.DataType) -> None:
     np.testing.assert_array_equal(onnx.numpy_helper.to_array(tensor).astype(np.uint8), codes)
 
 
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_codes_that_lie_column_by_column(bits: int) -> None:
+    codes = np.random.default_rng(bits).integers(0, 1 << bits, (67, 136), dtype=np.uint8)
+    wanted = pack_bits(codes, bits)
+    found = pack_bits(np.asfortranarray(codes), bits)
+    assert found.flags.c_contiguous
+    np.testing.assert_array_equal(found, wanted)
+    for order in (codes, np.asfortranarray(codes)):
+        out = np.zeros_like(wanted)
+        assert pack_bits(order, bits, out) is out
+        np.testing.assert_array_equal(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 70), (70, 1), (5, 200), (200, 5)])
+def test_row_major(dtype: type[np.generic], shape: tuple[int, int]) -> None:
+    rows = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    assert row_major(rows) is rows
+    for array in (np.asfortranarray(rows), np.repeat(rows.T, 2, axis=1).T[::2], rows[:, ::-1]):
+        found = row_major(array)
+        assert found.flags.c_contiguous
+        np.testing.assert_array_equal(found, array)
+        out = np.zeros_like(rows)
+        assert row_major(array, out) is out
+        np.testing.assert_array_equal(out, array)
+
+
+def test_turned_is_what_lies_column_by_column() -> None:
+    rows = np.zeros((3, 4, 5), np.float32)
+    assert [is_turned(a) for a in (rows, rows[0], rows[0, 0])] == [False] * 3
+    assert is_turned(rows[0].T)
+    assert is_turned(rows.transpose(2, 0, 1))
+
+
 def test_padded_fills_each_row() -> None:
     array = np.array([[1, 2], [3, 4]], np.uint8)
     assert padded(array, 2) is array
@@ -41,6 +82,7 @@ def test_padded_fills_each_row() -> None:
     np.testing.assert_array_equal(
         padded(array, 4, np.array([[7], [8]])), [[1, 2, 7, 7], [3, 4, 8, 8]]
     )
+    assert is_turned(padded(np.asfortranarray(array), 4))
 
 
 def test_packed_bytes_round_up() -> None:

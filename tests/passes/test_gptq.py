@@ -11,6 +11,7 @@ import torch
 
 from qgraph.formats.base import parse
 from qgraph.passes import gptq
+from qgraph.passes.moments import factor
 
 N, K = 24, 64
 FORMATS = ["uint4:group=32", "int4:group=16", "uint2:group=32", "int8:group=row", "uint4:group=64"]
@@ -21,7 +22,7 @@ def problem(fmt: str, inputs: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, g
     weights = np.random.default_rng(1).standard_normal((N, K)).astype(np.float32)
     spec = parse(fmt)
     rounded = spec.quantize(weights, ir.DataType.FLOAT)
-    grid = gptq.grid_of(rounded, spec.bits, spec.group, torch.device("cpu"))
+    grid = gptq.grid_of(rounded, spec, torch.device("cpu"))
     x = torch.from_numpy(inputs.astype(np.float32))
     return torch.from_numpy(weights), x.T @ x, grid
 
@@ -40,10 +41,9 @@ def nearest(weights: torch.Tensor, grid: gptq.Grid) -> torch.Tensor:
 def solved(
     weights: torch.Tensor, hessian: torch.Tensor, grid: gptq.Grid, act_order: bool = True
 ) -> torch.Tensor:
-    order = torch.argsort(hessian.diagonal(), descending=True) if act_order else torch.arange(K)
-    factored = gptq.factor(hessian[order][:, order], 0.01)
-    assert factored is not None
-    return gptq.solve(weights, hessian, grid, order, factored[0])
+    found = factor(hessian, act_order, 0.01)
+    assert found is not None
+    return gptq.solve(weights, grid, found.order, found.upper)[0]
 
 
 def total(weights: torch.Tensor, codes: torch.Tensor, grid: gptq.Grid, h: torch.Tensor) -> float:
@@ -60,10 +60,10 @@ def test_two_columns_by_hand() -> None:
     # H = [[1, .5], [.5, 1]]: an error e of column 0 moves column 1 by +e/2 before it is rounded.
     hessian = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
     grid = gptq.Grid(torch.ones(1, 1), torch.zeros(1, 1), -8, 7, 0)
-    factored = gptq.factor(hessian, 1e-9)
-    assert factored is not None
+    found = factor(hessian, False, 1e-9)
+    assert found is not None
     weights = torch.tensor([[0.4, 0.4]])  # 0.4 → 0, error 0.4; 0.4 + 0.2 → 1
-    codes = gptq.solve(weights, hessian, grid, torch.arange(2), factored[0])
+    codes, _ = gptq.solve(weights, grid, found.order, found.upper)
     assert codes.tolist() == [[0.0, 1.0]]
 
 
@@ -135,7 +135,7 @@ def test_hard_hessians_solve_and_are_no_worse_than_rounding(case: str) -> None:
 def test_damping_grows_until_the_matrix_factors() -> None:
     singular = torch.ones(4, 4) * 1e8
     indefinite = singular - torch.eye(4) * 2e6  # smallest eigenvalue −2e6: 0.01 · 1e8 is too little
-    factored = gptq.factor(indefinite, 0.01)
-    assert factored is not None
-    assert factored[1] == pytest.approx(0.1)
-    assert gptq.factor(torch.full((4, 4), float("nan")), 0.01) is None
+    found = factor(indefinite, False, 0.01)
+    assert found is not None
+    assert found.damping == pytest.approx(0.1)
+    assert factor(torch.full((4, 4), float("nan")), False, 0.01) is None

@@ -1,0 +1,47 @@
+"""AWQ: channel factors from activation magnitudes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from qgraph.passes.solver import Problem, Ranges, Scaling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Awq(Scaling):
+    """AWQ (Lin et al., 2023): channels that carry large activations get larger weights.
+
+    The factors are mean|x|^alpha with the alpha of least output error over all linears that read
+    the activation; their inverses fold into the norm or the linear in front, or into a Mul.
+    """
+
+    name: ClassVar[str] = "awq"
+    needs_data: ClassVar[bool] = True
+
+    def scale(
+        self, problems: Sequence[Problem], ranges: Ranges | None, ties: Tensor
+    ) -> tuple[Tensor, str]:
+        """See `Scaling.scale`; alpha = 0, no factors, is among those tried."""
+        import torch
+
+        from qgraph.passes import awq
+
+        moments = problems[0].moments
+        assert moments is not None
+
+        def quantize(index: int, rows: Tensor) -> Tensor:
+            problem = problems[index]
+            if ranges is None:
+                found = problem.fmt.quantize(rows.cpu().numpy(), problem.dtype)
+            else:
+                found = ranges.fit(dataclasses.replace(problem, weights=rows, plain=rows))
+            return torch.from_numpy(problem.fmt.dequantize(found)).to(rows.device)
+
+        weights = [problem.weights for problem in problems]
+        scale, figures = awq.search(weights, moments.hessian, moments.magnitude, ties, quantize)
+        return scale, f"awq: alpha {figures['alpha']:.2f}"

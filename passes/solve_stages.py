@@ -1,0 +1,221 @@
+"""Solving all weights of a graph: the walk over its stages, and what is done at each stop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from qgraph.capabilities import MATMUL_NBITS
+from qgraph.formats.base import Array, parse
+from qgraph.graph import Graph
+from qgraph.kernel_choice import best_kernel, spell_kernel
+from qgraph.passes.base import Context
+from qgraph.passes.level_check import LARGEST_ERROR, level_error
+from qgraph.passes.solve_results import Kept, keys_of
+from qgraph.passes.solve_weights import Options, Solution, StageSolver, rounded, solve_alone
+from qgraph.passes.solved import Transform
+from qgraph.passes.stage_walk import Stop, Walk
+from qgraph.plan import Decision
+from qgraph.quant_tensor import QuantSource
+from qgraph.report import Step
+from qgraph.sites import Site
+from qgraph.stages import write_through
+
+if TYPE_CHECKING:
+    from qgraph.calibration import Calibration
+
+SEQUENTIAL = "sequential"
+
+
+def solve_all(options: Options, graph: Graph, chosen: Sequence[Site], context: Context) -> None:
+    """Solve `chosen` into `context.findings.solved`, and check kernels on calibration inputs.
+
+    Sites that share a packed weight are solved at the first one. What the walk cannot reach, or
+    a solver cannot do there, is solved without data or rounded, and says why.
+    """
+    run = _Solving(options, graph, chosen, context)
+    if context.calibration is not None:
+        run.walk(context.calibration)
+    run.rest()
+
+
+class _Solving:
+    def __init__(
+        self, options: Options, graph: Graph, chosen: Sequence[Site], context: Context
+    ) -> None:
+        self.options, self.graph, self.context = options, graph, context
+        self.owners = [site for site in chosen if self._decision(site).shared_with is None]
+        self.sites = graph.sites()
+        self.stored = Stored()
+        self.main = {id(node) for node in graph.model.graph}
+        self.kept: Kept | None = None
+
+    def _decision(self, site: Site) -> Decision:
+        decision = self.context.plan.of(site.name)
+        assert decision is not None
+        return decision
+
+    def walk(self, data: Calibration) -> None:
+        """Every stage, in the order of execution."""
+        seen = [site for site in self.sites if self._is_seen(site)]
+        self._resume(seen, data)
+        solved = self.context.findings.solved
+        wanted = {site.name for site in self.owners if site.name not in solved}
+        self._round_others(self.sites)
+        if not wanted:  # a few tokens are enough to check kernels
+            data = dataclasses.replace(data, batches=data.batches[:2], masks=data.masks[:2])
+        sequential = bool(self.owners) and self.context.plan.recipe.calibration == SEQUENTIAL
+        walk = Walk(
+            self.graph, seen, data, self.stored,
+            sequential=sequential, residual=self.options.correct and self.options.residual,
+            wanted=wanted,
+        )  # fmt: skip
+        stages = len(walk.stages)
+        for at, stop in enumerate(walk):
+            self._stop(stop)
+            if self.context.progress is not None:
+                self.context.progress(1000 * (at + 1) // stages)
+        self.context.findings.measured = True
+
+    def _resume(self, seen: Sequence[Site], data: Calibration) -> None:
+        """Take what an earlier run kept."""
+        work = self.context.work
+        if work is None or not self.owners:
+            return
+        self.kept = Kept(work, keys_of(self.options, self.graph, self.context.plan, seen, data))
+        for site in self.owners:
+            found = self.kept.load(site, self._decision(site))
+            if found is not None:
+                self.context.findings.solved.setdefault(site.name, found)
+
+    def _is_seen(self, site: Site) -> bool:
+        """Whether the walk stops at a site: a linear of the main graph that is quantized here."""
+        decision = self.context.plan.of(site.name)
+        quantized = decision is not None and decision.quantized and site.state == "float"
+        if not quantized or site.role == "embedding" or id(site.node) not in self.main:
+            return False
+        return site.node.attributes.get_int("transA", 0) == 0
+
+    def _round_others(self, sites: Sequence[Site]) -> None:
+        """What the plan rounds is seen rounded by what follows."""
+        for site in sites:
+            decision = self.context.plan.of(site.name)
+            if decision is None or decision.solver != "rtn" or site.state != "float":
+                continue
+            self.stored.add(site, rounded(site, decision))
+
+    def _stop(self, stop: Stop) -> None:
+        owned = {site.name for site in self.owners}
+        sites = [site for site in stop.stage.sites if site.name in owned]
+        todo = [site for site in sites if site.name not in self.context.findings.solved]
+        if todo and stop.moments is not None:
+            stage = StageSolver(self.options, self.graph, self.sites, self.context.plan, stop)
+            found = stage.solve(todo)
+            for site in todo:
+                if self.kept is not None:
+                    self.kept.keep(site, found[site.name])
+            self.context.findings.solved.update(found)
+            self.context.findings.statistics.update(
+                {site.name: (stop.moments.tokens, stop.moments.dead) for site in todo}
+            )
+        for site in sites:
+            self.stored.add(site, self.context.findings.solved[site.name].source)
+        for site in stop.stage.sites:
+            self._check_level(site, stop)
+
+    def _check_level(self, site: Site, stop: Stop) -> None:
+        """Ban, for this site, the kernels whose int8 activations cost too much on its inputs."""
+        decision, context = self._decision(site), self.context
+        source = self.stored.source(site)
+        if source is None or site.name in context.findings.banned_at or not len(stop.sample):
+            return
+        assert decision.format is not None
+        banned, worst, weight = set(context.banned), 0.0, None
+        while True:
+            level = context.plan.recipe.accuracy_level
+            answer, query = best_kernel(
+                context.capabilities, site, parse(decision.format), level, frozenset(banned)
+            )
+            if not answer or query.op != MATMUL_NBITS or query.level != 4:
+                break
+            if weight is None:
+                weight = source.format.dequantize(source.block(0, min(source.n, 4096)))
+            x = _as_stored(stop.sample, source)
+            error = level_error(x, weight, query.block or source.k)
+            if error <= LARGEST_ERROR:
+                break
+            banned.add(query)
+            worst = max(worst, error)
+        mine = frozenset(banned) - context.banned
+        if mine and not answer:
+            detail = f"int8 activations cost {worst:.1%} of the output, and level 4 was asked for"
+            context.findings.level_steps.append(
+                Step("solve", "level check", site.name, "kept", "LEVEL_FAILED_CHECK", detail)
+            )
+        elif mine:
+            context.findings.banned_at[site.name] = mine
+            detail = (
+                f"int8 activations would cost {worst:.1%} of the output on calibration data "
+                f"(bound {LARGEST_ERROR:.0%}): {spell_kernel(query)} instead"
+            )
+            context.findings.level_steps.append(
+                Step("solve", "level check", site.name, "changed", "LEVEL_FAILED_CHECK", detail)
+            )
+
+    def rest(self) -> None:
+        """What the walk did not solve."""
+        for site in self.owners:
+            if site.name not in self.context.findings.solved:
+                self.context.findings.solved[site.name] = self._alone(site)
+
+    def _alone(self, site: Site) -> Solution:
+        why = "there is no calibration data"
+        if self.context.calibration is not None:
+            why = "its activation is transposed"
+            if id(site.node) not in self.main:
+                why = "its node lies in a body, which is not calibrated"
+        return solve_alone(site, self._decision(site), why)
+
+
+def _as_stored(x: Array, source: QuantSource) -> Array:
+    """Inputs as the stored weight reads them."""
+    transform: Transform | None = getattr(source, "transform", None)
+    if transform is None:
+        return x
+    if transform.columns is not None:
+        x = x / transform.columns
+    return x if transform.order is None else x[:, transform.order]
+
+
+class Stored(Mapping[str, Array]):
+    """Constants as the quantized model has them, computed when a stage reads them."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, tuple[Site, QuantSource]] = {}
+
+    def add(self, site: Site, source: QuantSource) -> None:
+        """The site's constant is quantized as `source` says."""
+        assert site.weight is not None
+        self._sources[site.weight.name] = (site, source)
+
+    def source(self, site: Site) -> QuantSource | None:
+        """What the site's weight is stored as."""
+        assert site.weight is not None
+        found = self._sources.get(site.weight.name)
+        return found[1] if found is not None else None
+
+    def __getitem__(self, name: str) -> Array:
+        site, source = self._sources[name]
+        rows = source.format.dequantize(source.block(0, source.n))
+        transform = getattr(source, "transform", None)
+        return write_through(site, rows if transform is None else transform.undo(rows))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)

@@ -1,0 +1,406 @@
+"""Solving the weights that read one activation: correction, scaling, ranges, codes, and a judge."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from qgraph import registry
+from qgraph.errors import InputError
+from qgraph.formats.base import Format, QuantizedWeight, parse
+from qgraph.graph import Graph
+from qgraph.passes.fold_scale import find_fold
+from qgraph.passes.moments import Moments, best_device
+from qgraph.passes.quantize_rtn import RoundedSource
+from qgraph.passes.solved import SolvedSource, Transform
+from qgraph.passes.solver import Codes, Problem, Ranges, Scaling, Solver
+from qgraph.passes.stage_walk import Stop
+from qgraph.plan import Decision, QuantPlan
+from qgraph.quant_tensor import BLOCK_BYTES, QuantSource
+from qgraph.recipe import Recipe
+from qgraph.sites import Site
+from qgraph.solver_names import needs_data, parts_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SAMPLED_BYTES = 64_000_000
+"""Rows that a search for channel factors looks at, over all weights of a stage."""
+
+
+class Options(Protocol):
+    """The fields of the pass that runs solvers."""
+
+    @property
+    def correct(self) -> bool:
+        """Whether weights are corrected toward the float model's outputs."""
+
+    @property
+    def residual(self) -> bool:
+        """Whether the sum that an output goes into is corrected, not the output alone."""
+
+    @property
+    def damping(self) -> float:
+        """λ of the correction."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Solution:
+    """What was found for one weight.
+
+    solver: what was really used. detail: how it was found.
+    reason: a reason code where that is not what was asked.
+    """
+
+    source: QuantSource
+    solver: str
+    detail: str
+    reason: str | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Draft:
+    """One weight's rows as they are found, and the loss of them and of rounding."""
+
+    site: Site
+    fmt: Format
+    pieces: list[QuantizedWeight] = dataclasses.field(default_factory=list)
+    loss: float = 0.0
+    rounding: float = 0.0
+    words: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """The loss in units of rounding's."""
+        return self.loss / self.rounding if self.rounding > 0 else float(self.loss > 0)
+
+
+class StageSolver:
+    """All weights that read one activation and that are solved here."""
+
+    def __init__(
+        self,
+        options: Options,
+        graph: Graph,
+        known: Sequence[Site],
+        plan: QuantPlan,
+        stop: Stop,
+    ) -> None:
+        assert stop.moments is not None
+        self.options, self.graph, self.known = options, graph, known
+        self.plan, self.stop = plan, stop
+        self.moments: Moments = stop.moments
+
+    def solve(self, sites: Sequence[Site]) -> dict[str, Solution]:
+        """Every site's weight, never worse than rounding on its own loss."""
+        if not float(self.moments.hessian.diagonal().sum()) > 0:
+            why = "its input is zero on all calibration data"
+            return {site.name: solve_alone(site, self._decision(site), why) for site in sites}
+        found: dict[str, Solution] = {}
+        by_spec: dict[str, list[Site]] = {}
+        for site in sites:
+            by_spec.setdefault(self._decision(site).solver or "", []).append(site)
+        for spec, members in by_spec.items():
+            drafts = self._best(spec, members)
+            found |= {site.name: self._judged(site, *drafts[site.name]) for site in members}
+        return found
+
+    def _decision(self, site: Site) -> Decision:
+        decision = self.plan.of(site.name)
+        assert decision is not None and decision.format is not None
+        return decision
+
+    def _best(
+        self, spec: str, sites: Sequence[Site]
+    ) -> dict[str, tuple[str, _Draft, Transform | None]]:
+        """Per site the draft of least loss, over what `auto` tries or the one that was asked."""
+        best: dict[str, tuple[str, _Draft, Transform | None]] = {}
+        for candidate in candidates(spec, with_data=True):
+            for name, (draft, transform) in self._drafts(candidate, sites).items():
+                if name not in best or draft.loss < best[name][1].loss:
+                    best[name] = (candidate, draft, transform)
+        return best
+
+    def _drafts(
+        self, spec: str, sites: Sequence[Site]
+    ) -> dict[str, tuple[_Draft, Transform | None]]:
+        solvers = make(spec, self.plan.recipe)
+        scale, word = self._scale(solvers, sites)
+        order = None
+        if solvers.codes is not None:
+            order = solvers.codes.permutation(self.moments.transformed(scale, None))
+        drafts = self._solve(solvers, sites, scale, order)
+        if scale is not None and any(draft.ratio > 1 for draft in drafts.values()):
+            # A weight that would rather be rounded cannot leave the others' factors.
+            scale, word = None, "no channel factors: a weight was worse with them"
+            drafts = self._solve(solvers, sites, None, order)
+        transform = None
+        if scale is not None or order is not None:
+            transform = Transform(
+                None if scale is None else scale.cpu().numpy(),
+                None if order is None else order.cpu().numpy(),
+            )
+        for draft in drafts.values():
+            draft.words += [word] if word else []
+        return {name: (draft, transform) for name, draft in drafts.items()}
+
+    def _scale(self, solvers: Solvers, sites: Sequence[Site]) -> tuple[Tensor | None, str]:
+        """Channel factors, found on a part of the rows where the weights are large."""
+        import torch
+
+        if solvers.scaling is None:
+            return None, ""
+        shared = {item.shared_with for item in self.plan.decisions}
+        if any(site.name in shared for site in sites):
+            return None, "no channel factors: the weight is shared"
+        fold = find_fold(self.stop.stage.activation, sites, self.graph, self.known)
+        room = max(1, SAMPLED_BYTES // (4 * sites[0].k * len(sites)))
+        problems = []
+        for site in sites:
+            step = -(-site.n // room)
+            rows = _rows(site, 0, site.n)[::step]
+            added = self.stop.residuals.get(site.name)
+            target = self._corrected(rows, None if added is None else added[::step])
+            fmt = parse(self._decision(site).format or "")
+            assert site.dtype is not None
+            problems.append(Problem(target, rows, fmt, site.dtype, self.moments))
+        ties = torch.from_numpy(fold.ties)
+        return solvers.scaling.scale(problems, solvers.ranges, ties)
+
+    def _corrected(self, rows: Tensor, added: Tensor | None) -> Tensor:
+        """W + (W C + R) H⁻¹: least squares to the float outputs, and to the float sums."""
+        cross = self.moments.cross
+        if not self.options.correct or cross is None:
+            return rows
+        factor = self.moments.factor(True, self.options.damping)
+        if factor is None:
+            return rows
+        right = rows @ cross
+        return rows + factor.solve(right if added is None else right.add_(added))
+
+    def _solve(
+        self,
+        solvers: Solvers,
+        sites: Sequence[Site],
+        scale: Tensor | None,
+        order: Tensor | None,
+    ) -> dict[str, _Draft]:
+        """Drafts; rows of several weights of one format are solved together."""
+        moments = self.moments
+        if scale is not None or order is not None:
+            moments = moments.transformed(scale, order)
+        drafts = {
+            site.name: _Draft(site, parse(self._decision(site).format or "")) for site in sites
+        }
+        kinds = {(draft.fmt, draft.site.dtype): draft for draft in drafts.values()}
+        for fmt, dtype in kinds:
+            assert dtype is not None
+            members = [d for d in drafts.values() if (d.fmt, d.site.dtype) == (fmt, dtype)]
+            for pieces in _pieces(members):
+                self._solve_rows(solvers, pieces, scale, order, moments)
+        return drafts
+
+    def _solve_rows(
+        self,
+        solvers: Solvers,
+        pieces: Sequence[tuple[_Draft, int, int]],
+        scale: Tensor | None,
+        order: Tensor | None,
+        moments: Moments,
+    ) -> None:
+        """Solve some rows, and append them to their drafts with their losses."""
+        import torch
+
+        draft = pieces[0][0]
+        fmt, dtype = draft.fmt, draft.site.dtype
+        assert dtype is not None
+        plain = torch.cat([_rows(d.site, start, stop) for d, start, stop in pieces])
+        target = self._corrected(plain, self._added(pieces))
+        problem = Problem(
+            _transformed(target, scale, order),
+            _transformed(plain, scale, order),
+            fmt,
+            dtype,
+            moments,
+        )
+        rounding = [_round(d, start, stop) for d, start, stop in pieces]
+        found, word = solvers.solve(problem)
+        before = _losses(target, _joined(rounding), fmt, self.moments)
+        after = _losses(problem.weights, found, fmt, moments)
+        at = 0
+        for d, start, stop in pieces:
+            here = slice(at, at + stop - start)
+            d.pieces.append(_cut(found, here))
+            d.loss += float(after[here].sum())
+            d.rounding += float(before[here].sum())
+            if word and word not in d.words:
+                d.words.append(word)
+            at = here.stop
+
+    def _added(self, pieces: Sequence[tuple[_Draft, int, int]]) -> Tensor | None:
+        import torch
+
+        residuals = self.stop.residuals
+        if not any(d.site.name in residuals for d, _, _ in pieces):
+            return None
+        device = self.moments.hessian.device
+        return torch.cat(
+            [
+                residuals[d.site.name][start:stop]
+                if d.site.name in residuals
+                else torch.zeros(stop - start, d.site.k, device=device)
+                for d, start, stop in pieces
+            ]
+        )
+
+    def _judged(
+        self, site: Site, spec: str, draft: _Draft, transform: Transform | None
+    ) -> Solution:
+        """The draft, or rounding where that is better."""
+        assert site.weight is not None and site.dtype is not None
+        words = [f"{spec}: loss {draft.ratio:.3f} of rounding's", *draft.words]
+        if draft.ratio > 1:
+            nearest_source = rounded(site, self._decision(site))
+            return Solution(nearest_source, "rtn", ", ".join(words), "SOLVER_FELL_BACK")
+        found = _joined(draft.pieces)
+        source = SolvedSource(site.weight, draft.fmt, site.dtype, found, transform)
+        return Solution(source, spec, ", ".join(words))
+
+
+@dataclasses.dataclass(frozen=True)
+class Solvers:
+    """The steps of one composed solver; None where a step is that of rounding to nearest."""
+
+    scaling: Scaling | None
+    ranges: Ranges | None
+    codes: Codes | None
+
+    def solve(self, problem: Problem) -> tuple[QuantizedWeight, str]:
+        """Ranges, then codes; rounding where no codes are found, with a word on it."""
+        ranges = self.ranges.fit(problem) if self.ranges is not None else None
+        if self.codes is not None:
+            found = self.codes.solve(problem, ranges)
+            if found is not None:
+                return found
+            word = f"{self.codes.name} gave up: the Hessian does not factor at any damping"
+            return ranges or nearest(problem), word
+        return ranges or nearest(problem), ""
+
+
+def nearest(problem: Problem) -> QuantizedWeight:
+    """The problem's weights, rounded."""
+    return problem.fmt.quantize(problem.weights.cpu().numpy(), problem.dtype)
+
+
+def candidates(spec: str, *, with_data: bool) -> tuple[str, ...]:
+    """What is tried for a solver: itself, or what a choosing one (`auto`) chooses from."""
+    solver = registry.load("solver", parts_of(spec)[0])
+    if solver.role != "choice":
+        return (spec,)
+    found: tuple[str, ...] = solver().candidates(with_data)
+    return found
+
+
+def make(spec: str, recipe: Recipe) -> Solvers:
+    """The steps of a composed solver with the recipe's options."""
+    found: dict[str, Any] = {"scaling": None, "ranges": None, "codes": None}
+    for name in parts_of(spec):
+        kind: type[Solver] = registry.load("solver", name)
+        solver = recipe.configured(f"quantize_{name}", kind)
+        found[solver.role] = solver
+    return Solvers(**found)
+
+
+def solve_alone(site: Site, decision: Decision, why: str) -> Solution:
+    """A weight without data: by a solver that needs none, else rounded; `why` there is no data."""
+    assert site.weight is not None and site.dtype is not None
+    spec = candidates(decision.solver or "rtn", with_data=False)[0]
+    if needs_data(spec):
+        return Solution(
+            rounded(site, decision), "rtn", f"rounded to nearest: {why}", "SOLVER_FELL_BACK"
+        )
+    fmt, pieces = parse(decision.format or ""), []
+    solvers = make(spec, Recipe())
+    source = rounded(site, decision)
+    for start, stop in source.blocks(BLOCK_BYTES // 4):
+        source.block(start, stop)  # names what is not finite, or does not fit
+        rows = _rows(site, start, stop)
+        pieces.append(solvers.solve(Problem(rows, rows, fmt, site.dtype, None))[0])
+    found = SolvedSource(site.weight, fmt, site.dtype, _joined(pieces))
+    return Solution(found, spec, f"{spec}, without data")
+
+
+def rounded(site: Site, decision: Decision) -> RoundedSource:
+    """The site's weight rounded to nearest, block by block when it is read."""
+    if site.weight is None or site.dtype is None or decision.format is None:
+        raise InputError(f"{site.name}: its weight cannot be rounded")
+    return RoundedSource(site.weight, parse(decision.format), site.dtype)
+
+
+def _round(draft: _Draft, start: int, stop: int) -> QuantizedWeight:
+    site = draft.site
+    assert site.weight is not None and site.dtype is not None
+    return RoundedSource(site.weight, draft.fmt, site.dtype).block(start, stop)
+
+
+def _rows(site: Site, start: int, stop: int) -> Tensor:
+    """Rows of a weight, float32, a copy that may be changed."""
+    import torch
+
+    assert site.weight is not None
+    return torch.from_numpy(np.array(site.weight.rows(start, stop))).to(best_device())
+
+
+def _transformed(rows: Tensor, scale: Tensor | None, order: Tensor | None) -> Tensor:
+    if scale is not None:
+        rows = rows * scale
+    return rows if order is None else rows[:, order]
+
+
+def _losses(weights: Tensor, found: QuantizedWeight, fmt: Format, moments: Moments) -> Tensor:
+    """tr((W − Ŵ) H (W − Ŵ)ᵀ) of each row, `[n]`."""
+    import torch
+
+    from qgraph.passes import gptq
+
+    quantized = torch.from_numpy(fmt.dequantize(found)).to(weights.device)
+    return gptq.loss(weights, quantized, moments.hessian)
+
+
+def _pieces(drafts: Sequence[_Draft]) -> Iterator[list[tuple[_Draft, int, int]]]:
+    """Rows of all drafts, in groups of at most `BLOCK_BYTES` of float32."""
+    room = max(8, BLOCK_BYTES // (4 * drafts[0].site.k))
+    group: list[tuple[_Draft, int, int]] = []
+    used = 0
+    for draft in drafts:
+        start = 0
+        while start < draft.site.n:
+            stop = min(draft.site.n, start + room - used)
+            group.append((draft, start, stop))
+            used += stop - start
+            start = stop
+            if used == room:
+                yield group
+                group, used = [], 0
+    if group:
+        yield group
+
+
+def _joined(pieces: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Blocks of rows, one behind the other."""
+    if len(pieces) == 1:
+        return pieces[0]
+    zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
+    return QuantizedWeight(
+        np.concatenate([piece.codes for piece in pieces]),
+        np.concatenate([piece.scales for piece in pieces]),
+        np.concatenate(zeros) if zeros else None,
+    )
+
+
+def _cut(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
+    zeros = None if weight.zeros is None else weight.zeros[rows]
+    return QuantizedWeight(weight.codes[rows], weight.scales[rows], zeros)

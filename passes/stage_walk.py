@@ -1,0 +1,173 @@
+"""Calibration data carried through a model stage by stage, as the float model and as ours.
+
+Each value is computed once and handed on. What a stage's linears read is summed into moments and
+let go; values that no later stage reads are dropped, and above a limit they lie on disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qgraph.activations import Activations
+from qgraph.calibration import Calibration, rows_of
+from qgraph.errors import InputError
+from qgraph.formats.base import Array
+from qgraph.graph import Graph
+from qgraph.passes.moments import Accumulator, Moments
+from qgraph.sites import Site
+from qgraph.stages import Stage, cut, first_bad, residual_of, stage_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SAMPLED_ROWS = 256
+"""Tokens of a stage that are kept for checks of the runtime's kernels."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stop:
+    """One activation on the way, and the linears that read it.
+
+    moments: None where no solver wants them.
+    residuals: per site 2/T Σ (r_f − r) xᵀ `[N, K]`, where the site's output is added to a value
+        r that is known already, as in a residual stream; float32.
+    sample: some of the inputs, float32 `[at most SAMPLED_ROWS, K]`.
+    """
+
+    stage: Stage
+    moments: Moments | None
+    residuals: Mapping[str, Tensor]
+    sample: Array
+
+
+class Walk:
+    """One pass over the stages; after each stop, `weights` says what the next ones run with.
+
+    weights: constants that differ from the float model's, by name, in their own shape and type.
+    sequential: whether two streams run, the second one on `weights`.
+    wanted: the linears whose inputs' moments are needed; of the others a sample is taken.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        sites: Sequence[Site],
+        data: Calibration,
+        weights: Mapping[str, Array],
+        *,
+        sequential: bool,
+        residual: bool,
+        wanted: Collection[str],
+    ) -> None:
+        self.graph, self.data, self.weights = graph, data, weights
+        self.sequential, self.residual, self.wanted = sequential, residual, wanted
+        self.stages = cut(graph.model, sites)
+
+    def __iter__(self) -> Iterator[Stop]:
+        with Activations() as floats, Activations() as quants:
+            streams = (floats, quants) if self.sequential else (floats,)
+            for at, batch in enumerate(self.data.batches):
+                for stream in streams:
+                    for name, array in batch.items():
+                        stream.put(at, name, array)
+            for stage in self.stages:
+                self._advance(stage, floats, {})
+                if self.sequential:
+                    self._advance(stage, quants, self.weights)
+                yield self._stop(stage, floats, quants if self.sequential else floats)
+                for value in stage.dead:
+                    for stream in streams:
+                        stream.drop(value.name or "")
+
+    def _advance(self, stage: Stage, stream: Activations, weights: Mapping[str, Array]) -> None:
+        """Compute the stage's outputs for every batch."""
+        if not stage.nodes:
+            return
+        names = [value.name or "" for value in stage.inputs]
+        count = range(len(self.data.batches))
+        first = {name: stream.get(0, name) for name in names}
+        model = stage_model(self.graph.model, stage, first, weights)
+        feeds = ({name: stream.get(at, name) for name in names} for at in count)
+        for at, made in zip(count, self.data.run(model, feeds), strict=True):
+            for name, array in made.items():
+                stream.put(at, name, array)
+
+    def _stop(self, stage: Stage, floats: Activations, quants: Activations) -> Stop:
+        """Sum what the stage's linears read."""
+        sample = self._sample(stage, quants)
+        sites = [site for site in stage.sites if site.name in self.wanted]
+        if not sites:
+            return Stop(stage, None, {}, sample)
+        import torch
+
+        sums = Accumulator(sites[0].k, self.sequential)
+        added = self._residuals(stage, sites, quants)
+        device = sums.device
+        crossed = {
+            site.name: torch.zeros(site.n, site.k, device=device)
+            for site in sites
+            if site.name in added
+        }
+        for at, mask in enumerate(self.data.masks):
+            x = rows_of(quants.get(at, stage.name), mask)
+            sums.add(x, rows_of(floats.get(at, stage.name), mask) if self.sequential else None)
+            for name, value in added.items():
+                ahead = rows_of(floats.get(at, value), mask) - rows_of(quants.get(at, value), mask)
+                right = torch.from_numpy(np.ascontiguousarray(x)).to(device)
+                crossed[name].addmm_(torch.from_numpy(ahead).to(device).T, right)
+        if not sums.finite:
+            self._blame(stage)
+        for matrix in crossed.values():
+            matrix.mul_(2 / max(1, sums.tokens))
+        return Stop(stage, sums.moments(), crossed, sample)
+
+    def _sample(self, stage: Stage, stream: Activations) -> Array:
+        """Tokens spread over all batches."""
+        share = -(-SAMPLED_ROWS // len(self.data.masks))
+        found = []
+        for at, mask in enumerate(self.data.masks):
+            x = rows_of(stream.get(at, stage.name), mask)
+            found.append(np.array(x[:: max(1, len(x) // share)][:share]))
+        return np.concatenate(found)
+
+    def _residuals(
+        self, stage: Stage, sites: Sequence[Site], stream: Activations
+    ) -> dict[str, str]:
+        """Site → the name of the value that its output is added to, where it is known."""
+        if not (self.sequential and self.residual):
+            return {}
+        found = {}
+        for site in sites:
+            value = residual_of(site)
+            if value is None or value.name is None or not stream.has(0, value.name):
+                continue
+            shape = stream.get(0, value.name).shape
+            activation = stream.get(0, stage.name).shape
+            if shape == (*activation[:-1], site.n):
+                found[site.name] = value.name
+        return found
+
+    def _blame(self, stage: Stage) -> None:
+        """Raise an error that names the node that made the first value that is not finite."""
+        streams: tuple[tuple[str, Mapping[str, Array]], ...] = (
+            ("the float model", {}),
+            ("the model quantized so far", self.weights),
+        )
+        for stream, weights in streams:
+            for batch in self.data.batches:
+                found = first_bad(
+                    self.graph.model, self.stages, stage, batch, weights, self.data.run
+                )
+                if found is not None:
+                    raise InputError(
+                        f"calibration: in {stream} {found}; it reaches {stage.sites[0].name}. "
+                        "Check the data and the model, or keep that linear with --exclude"
+                    )
+        raise InputError(
+            f"calibration: the input {stage.name} of {stage.sites[0].name} is too large for "
+            "float32 sums; keep that linear with --exclude"
+        )

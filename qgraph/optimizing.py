@@ -1,0 +1,446 @@
+"""One run of `optimize`: plan, rewrite, write, check, and again where a check fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from qgraph import registry
+from qgraph._version import __version__
+from qgraph.calibration import Calibration, CalibrationData
+from qgraph.capabilities import Capabilities, Query
+from qgraph.capturing import METADATA_KEY, Source, capture
+from qgraph.errors import CoverageError, InputError, MissingExtra, NumericError
+from qgraph.graph import Graph
+from qgraph.kernel_choice import PORTABLE, query_of
+from qgraph.passes.base import Context, Findings, Pass
+from qgraph.plan import UNSOLVED, Decision, QuantPlan, make_plan, require_known_options
+from qgraph.progress import Progress
+from qgraph.recipe import Recipe
+from qgraph.report import SCHEMA, Report, Step
+from qgraph.run_notes import (
+    check_paths,
+    elsewhere,
+    entry,
+    peak_rss,
+    plan_notes,
+    stored_bytes,
+    write_report,
+)
+from qgraph.work_folder import WorkFolder
+
+if TYPE_CHECKING:
+    from qgraph.check import SiteCheck
+    from qgraph.passes.solve_weights import Solution
+    from qgraph.prediction import Prediction
+    from qgraph.runtimes.base import Runtime
+    from qgraph.sites import Site
+    from qgraph.writer import DataFile, Save
+
+LOST = 0.9
+"""A relative weight error above this: nothing of the weight is left (2 bits leave 0.3 to 0.7)."""
+_LOWERINGS: dict[str, tuple[str, ...]] = {
+    "ort-cpu": ("lower_matmul_nbits", "lower_gather_block_quantized"),
+    "ort-cuda": ("lower_matmul_nbits", "lower_gather_block_quantized"),
+    "qdq": ("lower_qdq",),
+}
+
+
+@dataclasses.dataclass
+class Result:
+    """What `optimize` made.
+
+    graph: the rewritten graph; its packed weights are computed when they are read.
+    summary: the coverage line. files: what was written, the .onnx first.
+    prediction: of time and memory; None where no solver is calibrated.
+    """
+
+    graph: Graph
+    plan: QuantPlan
+    report: Report
+    files: list[Path]
+    summary: str
+    prediction: Prediction | None = None
+
+
+class Run:
+    """One run of `optimize`: plan, rewrite, write, check, and again where a check fails."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: str,
+        progress: Progress,
+        strict: bool,
+        min_coverage: float,
+        check: bool,
+        dry_run: bool = False,
+        data: CalibrationData | None = None,
+        blocks: tuple[int, int] = (64, 512),
+    ) -> None:
+        require_known_options(recipe)
+        self.recipe, self.target, self.progress = recipe, target, progress
+        self.strict, self.min_coverage, self.check = strict, min_coverage, check
+        self.dry_run, self.data, self.blocks = dry_run, data, blocks
+        self.runtime: Runtime = registry.load("target", target)
+        self.report = Report({"target": target, "recipe": recipe.to_json(), "check": check})
+        self.seconds: dict[str, float] = {}
+        self.banned: frozenset[Query] = frozenset()
+        self.changed: list[Step] = []
+        self.forced: dict[str, tuple[str, str]] = {}
+        self.calibration: Calibration | None = None
+        self.findings = Findings()
+        self.work: WorkFolder | None = None
+        self.prediction: Prediction | None = None
+        self._stage = ("", time.perf_counter())
+
+    def optimize(
+        self,
+        model: Source,
+        output: Path | None,
+        *,
+        single_file: bool,
+        force: bool,
+        report: Path | None,
+        resume: bool = False,
+    ) -> Result:
+        """See the function of this name."""
+        self._start("capture")
+        graph = capture(model)
+        check_paths(graph, output, report, force)
+        self.report.notes.extend(graph.notes)
+        before = sum(path.stat().st_size for path in graph.files) or stored_bytes(graph.model)
+        self.progress.finish(f"{len(graph.model.graph)} nodes, {before / 1e6:.1f} MB")
+        sites = graph.sites()
+        self.changed += [
+            Step("capture", "constant", site.name, "changed", "OVERRIDABLE_INPUT", site.weight_name)
+            for site in sites
+            if site.weight_name in graph.overridden
+        ]
+        capabilities = self._capabilities(output)
+        self._start("plan")
+        plan = make_plan(sites, self.recipe, capabilities)
+        self.progress.finish(plan.coverage.line("to quantize"))
+        self.report.notes.extend(plan_notes(plan))
+        self.report.notes.extend(elsewhere(graph, sites))
+        self._gate(plan, report)
+        solved = any(item.quantized and item.solver not in UNSOLVED for item in plan.decisions)
+        if output is not None and solved:
+            self.work = WorkFolder(output, resume=resume, force=force)
+        elif resume:
+            raise InputError("--resume: no solver is asked for whose results are kept")
+        self._predict(graph, sites, plan)
+        if self.data is not None and not self.dry_run:
+            self._calibrate(graph)
+        if self.dry_run:
+            # Refusals of the lowering show with any codes; solvers have no data here.
+            lowered, checked = self._lower(graph, plan.solved_by("rtn"), capabilities)
+            return self._result(lowered, checked.with_solvers_of(plan), [], before, report)
+        if output is None:
+            lowered, plan = self._lower(graph, plan, capabilities)
+            return self._result(lowered, plan, [], before, report)
+        return self._write(graph, plan, capabilities, output, single_file, force, before, report)
+
+    def _predict(self, graph: Graph, sites: Sequence[Site], plan: QuantPlan) -> None:
+        """Say what a calibrated run will take before it begins; a dry run prints it later."""
+        from qgraph.prediction import is_calibrated, predict
+
+        given = self.data is not None
+        if not (given or self.dry_run) or not is_calibrated(plan, given):
+            return
+        self._start("prediction")
+        samples, sequence = self.blocks
+        self.prediction = predict(graph, sites, plan, samples=samples, sequence=sequence)
+        self.progress.finish("" if self.dry_run else self.prediction.line)
+
+    def _calibrate(self, graph: Graph) -> None:
+        assert self.data is not None
+        self._start("calibration data")
+        model = graph.source if graph.source is not None else graph.model
+        self.calibration = self.data.load(self.runtime, model, self.progress)
+        self.report.notes.extend(self.calibration.notes)
+        self.progress.finish(f"{self.calibration.tokens} tokens")
+
+    def _capabilities(self, output: Path | None) -> Capabilities:
+        capabilities = self.runtime.capabilities()
+        predicted = all(rule.origin == "predicted" for rule in capabilities.rules)
+        if predicted:
+            self.report.notes.append(
+                f"{capabilities.provider} is not installed here: its kernels are predicted"
+            )
+        if output is not None and self.check and not self.runtime.installed():
+            raise MissingExtra(
+                "onnxruntime", "cpu", "checking the result", "Or skip the check with --no-check."
+            )
+        return capabilities
+
+    def _gate(self, plan: QuantPlan, report: Path | None = None) -> None:
+        """Refuse too little; the plan, with the reason of every site, goes to `report`."""
+        coverage = plan.coverage
+        nothing = not coverage.linears_quantized and not coverage.embeddings_quantized
+        if not nothing and coverage.share >= self.min_coverage:
+            return
+        where = "add --report plan.json, and `qgraph explain plan.json` says why, site by site"
+        if report is not None:
+            write_report(report, plan.to_json())
+            where = f"`qgraph explain {report}` says why, site by site"
+        line = coverage.line("would quantize")
+        if nothing:
+            raise CoverageError(f"nothing was quantized: {line}; {where}")
+        raise CoverageError(f"{line}: below --min-coverage {self.min_coverage:.0%}; {where}")
+
+    def _lower(
+        self, graph: Graph, plan: QuantPlan, capabilities: Capabilities
+    ) -> tuple[Graph, QuantPlan]:
+        """The rewritten graph; sites that no kernel takes after all go back to float."""
+        lowerings = list(_LOWERINGS[self.target])
+        if self.recipe.unfused == PORTABLE and self.target != "qdq":
+            lowerings.append("lower_portable")
+        plan = plan.refusing({k: v for k, v in self.forced.items() if plan.of(k)})
+        while True:
+            names = ["adopt_qdq", "solve", "quantize_rtn", *lowerings, "cleanup"]
+            self.report.steps[:] = self.changed
+            lowered = graph.clone()
+            context = Context(
+                plan,
+                capabilities,
+                self.banned,
+                progress=self.progress.advance,
+                calibration=self.calibration,
+                findings=self.findings,
+                work=self.work,
+            )
+            lowered.verify()
+            for name in names:
+                steps = _pass(name, self.recipe).run(lowered, context)
+                self.report.extend(steps)
+                if steps or name == "cleanup":  # no step, no change
+                    lowered.verify()
+            # A later pass may have taken what an earlier one refused.
+            last = {step.site: step for step in self.report.steps}
+            refused = {
+                site: (step.reason or "NO_FUSED_KERNEL", step.detail)
+                for site, step in last.items()
+                if step.outcome == "refused" and (plan.of(site) or _NOTHING).quantized
+            }
+            if not refused:
+                break
+            plan = plan.refusing(refused)
+        self._gate(plan)
+        failed = {
+            step.site: (step.reason or "", step.detail)
+            for step in self.changed
+            if step.pass_name == "check"
+        }
+        failed |= {
+            step.site: ("LEVEL_FAILED_CHECK", step.detail)
+            for step in self.findings.level_steps
+            if step.outcome == "changed"
+        }
+        return lowered, plan.running(lowered.sites(), failed)
+
+    def _write(
+        self,
+        graph: Graph,
+        plan: QuantPlan,
+        capabilities: Capabilities,
+        output: Path,
+        single_file: bool,
+        force: bool,
+        before: int,
+        report: Path | None,
+    ) -> Result:
+        from qgraph.writer import Save
+
+        protect = graph.files
+        while True:
+            waiting = any(item.solver not in UNSOLVED for item in plan.decisions)
+            waiting = waiting and not self.findings.solved
+            self._start("solve" if waiting else "rewrite", total=1000 * waiting)
+            lowered, plan = self._lower(graph, plan, capabilities)
+            self._describe(lowered.model, self._as_solved(plan), {})
+            self._start("write", total=1000)
+            with Save(
+                lowered.model,
+                output,
+                single_file=single_file,
+                force=force,
+                protect=protect,
+                progress=lambda done, total: self.progress.advance(1000 * done // max(1, total)),
+            ) as save:
+                data = save.write_data()
+                checks = self._checked(lowered, data) if self.check else []
+                if self._ban(lowered, checks):
+                    continue
+                errors = {item.site: item.weight_error for item in checks}
+                self._describe(lowered.model, self._as_solved(plan), errors)
+                self._add_errors(errors)
+                self._load(lowered.model, data, save)
+                files = save.commit()
+            if self.work is not None:
+                if self.work.stale:
+                    self.report.notes.append(
+                        f"--resume: {self.work.stale} results belong to another run (other data, "
+                        "options, model or version) and were computed again"
+                    )
+                self.work.remove()
+            return self._result(lowered, plan, files, before, report)
+
+    def _checked(self, lowered: Graph, data: DataFile) -> list[SiteCheck]:
+        from qgraph.check import check_model
+
+        self._start("check")
+        run = self.runtime.run_or_none()
+        found = check_model(lowered.model, data, run, self.progress)
+        what = "" if run is not None else f", stored bytes only: no {self.runtime.provider} here"
+        self.progress.finish(f"{len(found)} sites packed in this run{what}")
+        return found
+
+    def _ban(self, lowered: Graph, checks: Sequence[SiteCheck]) -> bool:
+        """Ban the kernels that failed; whether there are any, so that all is done again."""
+        wrong = [item for item in checks if not item.ok]
+        lost = [item for item in checks if item.ok and item.weight_error > LOST]
+        if lost and self.strict:
+            raise NumericError(f"{lost[0].site}: {_lost(lost[0])}; nothing was written")
+        self.forced.update({item.site: ("WEIGHT_LOST", _lost(item)) for item in lost})
+        if not wrong:
+            return bool(lost)
+        first = wrong[0]
+        words = f"{first.site}: {first.code}: {first.detail}"
+        if self.strict or first.code == "BYTES":
+            raise NumericError(f"{words}; nothing was written")
+        sites = {site.name: site for site in lowered.sites()}
+        before = self.banned
+        for item in wrong:
+            site = sites[item.site]
+            query = query_of(site) if site.state == "fused" else None
+            if query is None or query in before:  # there is no next kernel
+                self.forced[item.site] = (str(item.code), item.detail)
+            else:
+                self.banned |= {query}
+        self.changed += [
+            Step("check", "next kernel", item.site, "changed", item.code, item.detail)
+            for item in wrong
+        ]
+        return True
+
+    def _load(self, model: ir.Model, data: DataFile, save: Save) -> None:
+        """Load the model in the runtime before it is called done."""
+        if self.check and self.runtime.available():
+            self._start("load")
+            save.trial(self.runtime.load)
+
+    def _describe(
+        self, model: ir.Model, plan: QuantPlan, errors: Mapping[str, float | None]
+    ) -> None:
+        """Write the decisions into the model's metadata: deterministic, no times, no paths."""
+        sites = {item.site: entry(item, errors.get(item.site)) for item in plan.decisions}
+        content = {
+            "schema": SCHEMA,
+            "version": __version__,
+            "target": plan.target,
+            "recipe": self.recipe.to_json(),
+            "sites": sites,
+        }
+        model.metadata_props[METADATA_KEY] = json.dumps(content, separators=(",", ":"))
+
+    def _add_errors(self, errors: Mapping[str, float | None]) -> None:
+        self.report.steps[:] = [
+            dataclasses.replace(step, error=errors[step.site])
+            if step.site in errors and step.pass_name in ("solve", "quantize_rtn")
+            else step
+            for step in self.report.steps
+        ]
+
+    def _result(
+        self, lowered: Graph, plan: QuantPlan, files: list[Path], before: int, report: Path | None
+    ) -> Result:
+        self._start("")
+        plan = plan if self.dry_run else self._as_solved(plan)
+        after = sum(path.stat().st_size for path in files) or stored_bytes(lowered.model)
+        coverage = plan.coverage
+        kernels: dict[str, int] = {}
+        for item in plan.decisions:
+            if item.kernel is not None:
+                kernels[item.kernel] = kernels.get(item.kernel, 0) + 1
+        self.report.totals = {
+            **{k: v for k, v in dataclasses.asdict(coverage).items() if k != "refused"},
+            "bytes_before": before,
+            "bytes_after": after,
+            "seconds": self.seconds,
+            "peak_rss_bytes": peak_rss(),
+            "kernels": kernels,
+            "files": [{"path": str(path), "bytes": path.stat().st_size} for path in files],
+        }
+        if self.calibration is not None:
+            self.report.totals["calibration"] = self._calibration_report(self.calibration)
+        predicted = self.prediction.to_json() if self.prediction is not None else None
+        self.report.totals["predicted"] = predicted
+        if report is not None:
+            content = {**plan.to_json(), "predicted": predicted}
+            write_report(report, content if self.dry_run else self.report.to_json(), files)
+        verb = "quantized" if files else "would quantize"
+        line = coverage.line(verb, (before, after))
+        return Result(lowered, plan, self.report, files, line, self.prediction)
+
+    def _as_solved(self, plan: QuantPlan) -> QuantPlan:
+        """The plan with the solver that was really used at each site."""
+        solved: dict[str, Solution] = self.findings.solved
+        decisions = []
+        for item in plan.decisions:
+            found = solved.get(item.shared_with or item.site)
+            if found is not None and item.quantized and item.solver not in UNSOLVED:
+                reason = item.reason or found.reason
+                detail = item.detail or (found.detail if found.reason else "")
+                item = dataclasses.replace(item, solver=found.solver, reason=reason, detail=detail)
+            decisions.append(item)
+        return dataclasses.replace(plan, decisions=tuple(decisions))
+
+    def _calibration_report(self, data: Calibration) -> dict[str, Any]:
+        """What calibration saw; channels that are zero on all tokens get a note."""
+        seen = self.findings.statistics
+        dead = {site: zeros for site, (_, zeros) in seen.items() if zeros}
+        if dead:
+            worst = max(dead, key=lambda site: dead[site])
+            self.report.notes.append(
+                f"calibration: {len(dead)} linears have input channels that are zero on all "
+                f"tokens, at most {dead[worst]} ({worst}): more, or more varied, data tells more"
+            )
+        return {
+            "tokens": data.tokens,
+            "sources": list(data.sources),
+            "sites": {
+                site: {"tokens": tokens, "dead_channels": zeros}
+                for site, (tokens, zeros) in seen.items()
+            },
+        }
+
+    def _start(self, name: str, total: int = 0) -> None:
+        before, since = self._stage
+        now = time.perf_counter()
+        if before:
+            self.seconds[before] = self.seconds.get(before, 0.0) + now - since
+        self._stage = (name, now)
+        if name:
+            self.progress.stage(name, total)
+        else:
+            self.progress.finish()
+
+
+def _lost(item: SiteCheck) -> str:
+    return f"the quantized weight is {item.weight_error:.0%} off: its scales underflow"
+
+
+_NOTHING = Decision("", "", "", "", 0, 0)
+
+
+def _pass(name: str, recipe: Recipe) -> Pass:
+    """The pass with the fields that `--option PASS.FIELD=VALUE` sets."""
+    kind: type[Pass] = registry.load("pass", name)
+    return recipe.configured(name, kind)
