@@ -5,7 +5,9 @@ The loss of codes Q for weights W is tr((W − Ŵ) H (W − Ŵ)ᵀ), H = Σ x x�
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +22,22 @@ if TYPE_CHECKING:
 
 NEAR = 16
 """Columns that are updated after every single one; groups start at multiples of it."""
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread: for many small operations, waiting for others costs more than it gains.
+
+    On a machine that also does other work it costs hundreds of times more.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +116,7 @@ def solve(
     """
     import torch
 
-    n, k = weights.shape
+    k = weights.shape[1]
     group = grid.group or k
     if rounding is not None:
         block = max(block, group)  # a group's range is read when all updates to it are done
@@ -112,22 +130,23 @@ def solve(
         stop = min(start + block, k)
         # Updates go to the next few columns at once, to the rest of the block, then to the rest:
         # a column that is far away is touched once in many.
-        for near in range(start, stop, NEAR):
-            end = min(near + NEAR, stop)
-            for at in range(near, end):
-                if rounding is not None and at % group == 0:
-                    last = min(at + group, stop)
-                    found = rounding.grid(rest[at:last].T)
-                    place = at // group
-                    grid.scales[:, place] = found.scales[:, 0]
-                    grid.zeros[:, place] = found.zeros[:, 0]
-                    scales[at:last], zeros[at:last] = found.scales[:, 0], found.zeros[:, 0]
-                column, scale, zero = rest[at], scales[at], zeros[at]
-                code = (column / scale).round_().add_(zero).clamp_(grid.low, grid.high)
-                codes[at] = code
-                errors[at] = code.sub_(zero).mul_(scale).sub_(column).div_(-upper[at, at])
-                rest[at + 1 : end].addr_(upper[at, at + 1 : end], errors[at], alpha=-1)
-            rest[end:stop].addmm_(upper[near:end, end:stop].T, errors[near:end], alpha=-1)
+        with one_thread():
+            for near in range(start, stop, NEAR):
+                end = min(near + NEAR, stop)
+                for at in range(near, end):
+                    if rounding is not None and at % group == 0:
+                        last = min(at + group, stop)
+                        found = rounding.grid(rest[at:last].T)
+                        place = at // group
+                        grid.scales[:, place] = found.scales[:, 0]
+                        grid.zeros[:, place] = found.zeros[:, 0]
+                        scales[at:last], zeros[at:last] = found.scales[:, 0], found.zeros[:, 0]
+                    column, scale, zero = rest[at], scales[at], zeros[at]
+                    code = (column / scale).round_().add_(zero).clamp_(grid.low, grid.high)
+                    codes[at] = code
+                    errors[at] = code.sub_(zero).mul_(scale).sub_(column).div_(-upper[at, at])
+                    rest[at + 1 : end].addr_(upper[at, at + 1 : end], errors[at], alpha=-1)
+                rest[end:stop].addmm_(upper[near:end, end:stop].T, errors[near:end], alpha=-1)
         rest[stop:].addmm_(upper[start:stop, stop:].T, errors[start:stop], alpha=-1)
     result = torch.empty_like(weights)
     result[:, order] = codes.T
@@ -145,28 +164,28 @@ def refine(
 
     k = weights.shape[1]
     order = torch.argsort(hessian.diagonal(), descending=True)
-    scales, zeros = (part[:, order] for part in grid.columns(k))
+    # Columns are worked on as rows, as in `solve`.
+    scales, zeros = (part[:, order].T.contiguous() for part in grid.columns(k))
     turned = hessian[order][:, order].contiguous()
     curve = turned.diagonal().clamp(min=torch.finfo(torch.float32).tiny)
-    codes, target = codes[:, order].clone(), weights[:, order]
+    codes, target = codes[:, order].T.contiguous(), weights[:, order].T
     for _ in range(sweeps):
-        gradient = (target - (codes - zeros) * scales) @ turned
+        gradient = turned @ (target - (codes - zeros) * scales)
+        changes = torch.empty_like(gradient)
         for start in range(0, k, block):
             stop = min(start + block, k)
-            part, inner = gradient[:, start:stop].clone(), turned[start:stop, start:stop]
-            changes = torch.empty_like(part)
-            for at in range(stop - start):
-                scale, zero = scales[:, start + at], zeros[:, start + at]
-                before = (codes[:, start + at] - zero) * scale
-                best = before + part[:, at] / curve[start + at]
-                code = (torch.round(best / scale) + zero).clamp_(grid.low, grid.high)
-                change = (code - zero) * scale - before
-                codes[:, start + at] = code
-                changes[:, at] = change
-                part.addr_(change, inner[at], alpha=-1)
-            gradient[:, stop:].addmm_(changes, turned[start:stop, stop:], alpha=-1)
-    result = torch.empty_like(codes)
-    result[:, order] = codes
+            with one_thread():
+                for at in range(start, stop):
+                    scale, zero = scales[at], zeros[at]
+                    before = (codes[at] - zero).mul_(scale)
+                    best = before + gradient[at] / curve[at]
+                    code = (best / scale).round_().add_(zero).clamp_(grid.low, grid.high)
+                    codes[at] = code
+                    changes[at] = code.sub_(zero).mul_(scale).sub_(before)
+                    gradient[at:stop].addr_(turned[at, at:stop], changes[at], alpha=-1)
+            gradient[stop:].addmm_(turned[stop:, start:stop], changes[start:stop], alpha=-1)
+    result = torch.empty_like(weights)
+    result[:, order] = codes.T
     return result
 
 
