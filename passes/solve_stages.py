@@ -68,7 +68,7 @@ class _Solving:
         sequential = bool(self.owners) and self.context.plan.recipe.calibration == SEQUENTIAL
         walk = Walk(
             self.graph, seen, data, self.stored,
-            sequential=sequential, residual=self.options.correct and self.options.residual,
+            sequential=sequential, crossed=self.options.correct, residual=self.options.residual,
             wanted=wanted,
         )  # fmt: skip
         stages = len(walk.stages)

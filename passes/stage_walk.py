@@ -48,7 +48,8 @@ class Walk:
     """One pass over the stages; after each stop, `weights` says what the next ones run with.
 
     weights: constants that differ from the float model's, by name, in their own shape and type.
-    sequential: whether two streams run, the second one on `weights`.
+    sequential: whether a stream runs on `weights`; else the float model's is all there is.
+    crossed: in sequential mode, whether the float model's stream runs beside it, to correct by.
     wanted: the linears whose inputs' moments are needed; of the others a sample is taken.
     """
 
@@ -60,25 +61,27 @@ class Walk:
         weights: Mapping[str, Array],
         *,
         sequential: bool,
+        crossed: bool,
         residual: bool,
         wanted: Collection[str],
     ) -> None:
         self.graph, self.data, self.weights = graph, data, weights
-        self.sequential, self.residual, self.wanted = sequential, residual, wanted
+        self.sequential, self.crossed = sequential, sequential and crossed
+        self.residual, self.wanted = residual, wanted
         self.stages = cut(graph.model, sites)
 
     def __iter__(self) -> Iterator[Stop]:
         with Activations() as floats, Activations() as quants:
-            streams = (floats, quants) if self.sequential else (floats,)
+            both = self.crossed or not self.sequential
+            streams = [*([floats] if both else []), *([quants] if self.sequential else [])]
             for at, batch in enumerate(self.data.batches):
                 for stream in streams:
                     for name, array in batch.items():
                         stream.put(at, name, array)
             for stage in self.stages:
-                self._advance(stage, floats, {})
-                if self.sequential:
-                    self._advance(stage, quants, self.weights)
-                yield self._stop(stage, floats, quants if self.sequential else floats)
+                for stream in streams:
+                    self._advance(stage, stream, self.weights if stream is quants else {})
+                yield self._stop(stage, floats if self.crossed else None, streams[-1])
                 for value in stage.dead:
                     for stream in streams:
                         stream.drop(value.name or "")
@@ -96,16 +99,19 @@ class Walk:
             for name, array in made.items():
                 stream.put(at, name, array)
 
-    def _stop(self, stage: Stage, floats: Activations, quants: Activations) -> Stop:
-        """Sum what the stage's linears read."""
-        sample = self._sample(stage, quants)
+    def _stop(self, stage: Stage, floats: Activations | None, own: Activations) -> Stop:
+        """Sum what the stage's linears read.
+
+        floats: the float model's values, where there is a second stream to compare with.
+        """
+        sample = self._sample(stage, own)
         sites = [site for site in stage.sites if site.name in self.wanted]
         if not sites:
             return Stop(stage, None, {}, sample)
         import torch
 
-        sums = Accumulator(sites[0].k, self.sequential)
-        added = self._residuals(stage, sites, quants)
+        sums = Accumulator(sites[0].k, floats is not None)
+        added = self._residuals(stage, sites, own) if floats is not None else {}
         device = sums.device
         crossed = {
             site.name: torch.zeros(site.n, site.k, device=device)
@@ -113,10 +119,13 @@ class Walk:
             if site.name in added
         }
         for at, mask in enumerate(self.data.masks):
-            x = rows_of(quants.get(at, stage.name), mask)
-            sums.add(x, rows_of(floats.get(at, stage.name), mask) if self.sequential else None)
+            x = rows_of(own.get(at, stage.name), mask)
+            if floats is None:
+                sums.add(x, None)
+                continue
+            sums.add(x, rows_of(floats.get(at, stage.name), mask))
             for name, value in added.items():
-                ahead = rows_of(floats.get(at, value), mask) - rows_of(quants.get(at, value), mask)
+                ahead = rows_of(floats.get(at, value), mask) - rows_of(own.get(at, value), mask)
                 right = torch.from_numpy(np.ascontiguousarray(x)).to(device)
                 crossed[name].addmm_(torch.from_numpy(ahead).to(device).T, right)
         if not sums.finite:
@@ -138,7 +147,7 @@ class Walk:
         self, stage: Stage, sites: Sequence[Site], stream: Activations
     ) -> dict[str, str]:
         """Site → the name of the value that its output is added to, where it is known."""
-        if not (self.sequential and self.residual):
+        if not self.residual:
             return {}
         found = {}
         for site in sites:

@@ -26,19 +26,30 @@ def open_graph(runtime: Runtime, graph: ir.Model, source: Path | ir.Model) -> Se
     """
     if not isinstance(source, Path):
         return runtime.open(graph, spinning=False)
-    content = ir.serde.serialize_model(graph).SerializeToString()
+    try:
+        copy = write_beside(source, ir.serde.serialize_model(graph).SerializeToString())
+    except OSError:
+        return runtime.open(graph, spinning=False)
+    try:
+        return runtime.open(copy, spinning=False)
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def write_beside(path: Path, content: bytes) -> Path:
+    """A new file under a dot-name in the folder of `path`; the caller removes it.
+
+    Raises:
+        OSError: the folder cannot be written; nothing is left there.
+    """
     name = None
     try:
-        handle, name = tempfile.mkstemp(
-            suffix=".onnx", prefix=".qgraph-", dir=source.absolute().parent
-        )
+        folder = path.absolute().parent
+        handle, name = tempfile.mkstemp(suffix=".onnx", prefix=".qgraph-", dir=folder)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
     except OSError:
         if name is not None:
             Path(name).unlink(missing_ok=True)
-        return runtime.open(graph, spinning=False)
-    try:
-        return runtime.open(Path(name), spinning=False)
-    finally:
-        Path(name).unlink(missing_ok=True)
+        raise
+    return Path(name)

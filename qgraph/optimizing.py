@@ -348,6 +348,8 @@ class Run:
             "recipe": self.recipe.to_json(),
             "sites": sites,
         }
+        if self.calibration is not None:
+            content["calibration"] = list(self.calibration.sources)
         model.metadata_props[METADATA_KEY] = json.dumps(content, separators=(",", ":"))
 
     def _add_errors(self, errors: Mapping[str, float | None]) -> None:

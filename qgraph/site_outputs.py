@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # has no types
 
+from qgraph.beside import write_beside
 from qgraph.errors import InputError
 from qgraph.saved_file import METADATA_KEY
 from qgraph.sites import Site, find_sites
@@ -107,28 +106,17 @@ def with_outputs(model: Path | ir.Model, values: Iterable[str]) -> Iterator[Path
     for name in values:
         if name not in known:
             proto.graph.output.add().name = name
-    copy = _write_beside(path, proto.SerializeToString())
     try:
-        yield copy
-    finally:
-        copy.unlink(missing_ok=True)
-
-
-def _write_beside(path: Path, content: bytes) -> Path:
-    """A new file under a dot-name in the folder of `path`."""
-    name = None
-    try:
-        handle, name = tempfile.mkstemp(suffix=".onnx", prefix=".qgraph-", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
+        copy = write_beside(path, proto.SerializeToString())
     except OSError as error:
-        if name is not None:
-            Path(name).unlink(missing_ok=True)
         raise InputError(
             f"no copy of {path.name} can be made beside it, which comparing sites needs: "
             f"{error.strerror}"
         ) from None
-    return Path(name)
+    try:
+        yield copy
+    finally:
+        copy.unlink(missing_ok=True)
 
 
 def _with_outputs(model: ir.Model, values: Iterable[str]) -> ir.Model:
