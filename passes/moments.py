@@ -20,11 +20,11 @@ _SYRK_FROM = 1024
 
 @dataclasses.dataclass(eq=False)
 class Moments:
-    """Sums over the tokens of one activation; all float32.
+    """Sums over the tokens of one activation, each token with its weight; all float32.
 
-    hessian: 2/T Σ x xᵀ `[K, K]`, x from the model quantized so far, in parallel mode
+    hessian: 2/Σw Σ w x xᵀ `[K, K]`, x from the model quantized so far, in parallel mode
         from the float one.
-    cross: 2/T Σ (x_f − x) xᵀ `[K, K]`, x_f from the float model; None in parallel mode.
+    cross: 2/Σw Σ w (x_f − x) xᵀ `[K, K]`, x_f from the float model; None in parallel mode.
     magnitude, absmax: mean and largest |x| `[K]`.
     tokens: T.
     """
@@ -137,28 +137,38 @@ class Accumulator:
         self.total = torch.zeros(k, device=self.device)
         self.absmax = torch.zeros(k, device=self.device)
         self.tokens = 0
+        self.weight = 0.0
 
-    def add(self, rows: NDArray[np.float32], floats: NDArray[np.float32] | None) -> None:
-        """Inputs `[T, K]` of the model quantized so far, and of the float model."""
+    def add(
+        self,
+        rows: NDArray[np.float32],
+        floats: NDArray[np.float32] | None,
+        weights: Tensor | None = None,
+    ) -> None:
+        """Inputs `[T, K]` of the model quantized so far, and of the float model; weights `[T]`."""
         import torch
 
         x = torch.from_numpy(np.ascontiguousarray(rows)).to(self.device)
+        even = x if weights is None else x * weights.sqrt()[:, None]
         if x.shape[1] >= _SYRK_FROM and self.device.type == "cpu":
-            self.hessian += torch.from_numpy(rows.T @ rows)
+            array = even.numpy()
+            self.hessian += torch.from_numpy(array.T @ array)
         else:
-            self.hessian.addmm_(x.T, x)
+            self.hessian.addmm_(even.T, even)
         if self.cross is not None and floats is not None:
-            ahead = torch.from_numpy(np.ascontiguousarray(floats)).to(self.device)
-            self.cross.addmm_(ahead.sub(x).T, x)
+            ahead = torch.from_numpy(np.ascontiguousarray(floats)).to(self.device).sub(x)
+            right = x if weights is None else x * weights[:, None]
+            self.cross.addmm_(ahead.T, right)
         size = x.abs()
         self.total += size.sum(0)
         if len(x):
             self.absmax = torch.maximum(self.absmax, size.amax(0))
         self.tokens += len(x)
+        self.weight += len(x) if weights is None else float(weights.sum())
 
     def moments(self) -> Moments:
-        """What was summed, divided by the number of tokens."""
-        share = 2 / max(1, self.tokens)
+        """What was summed, divided by the sum of the weights."""
+        share = 2 / self.weight if self.weight else 0.0
         cross = None if self.cross is None else self.cross.mul_(share)
         magnitude = self.total / max(1, self.tokens)
         return Moments(self.hessian.mul_(share), cross, magnitude, self.absmax, self.tokens)

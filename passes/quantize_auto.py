@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from qgraph.passes.solver import Choice
 
-WITH_DATA = ("gptq", "clip+gptq")
+WITH_DATA = ("gptq", "weighted+gptq")
 WITHOUT_DATA = ("hqq",)
 
 

@@ -43,6 +43,9 @@ class Solve(Pass):
     residual: bool = True
     """Where a linear's output is added to a stream of values, correct the error of the sum: the
     linear makes up for what earlier ones left wrong in the stream."""
+    relative: bool = True
+    """With the correction: in such a stream, errors count relative to its size at each token, as
+    the norm that reads it sees them."""
     damping: float = 0.01
     """λ of the correction, relative to the mean of the Hessian's diagonal."""
 

@@ -69,6 +69,7 @@ class _Solving:
         walk = Walk(
             self.graph, seen, data, self.stored,
             sequential=sequential, crossed=self.options.correct, residual=self.options.residual,
+            relative=self.options.relative,
             wanted=wanted,
         )  # fmt: skip
         stages = len(walk.stages)

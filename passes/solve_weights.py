@@ -43,6 +43,10 @@ class Options(Protocol):
         """Whether the sum that an output goes into is corrected, not the output alone."""
 
     @property
+    def relative(self) -> bool:
+        """Whether errors in a residual stream count relative to its size."""
+
+    @property
     def damping(self) -> float:
         """λ of the correction."""
 

@@ -22,8 +22,11 @@ from qgraph.sites import Site
 from qgraph.stages import Stage, cut, first_bad, residual_of, stage_model
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+_LARGEST_WEIGHT = 20.0
+"""The weight of a token, at most, in units of the mean."""
 SAMPLED_ROWS = 256
 """Tokens of a stage that are kept for checks of the runtime's kernels."""
 
@@ -33,7 +36,7 @@ class Stop:
     """One activation on the way, and the linears that read it.
 
     moments: None where no solver wants them.
-    residuals: per site 2/T Σ (r_f − r) xᵀ `[N, K]`, where the site's output is added to a value
+    residuals: per site 2/Σw Σ w (r_f − r) xᵀ `[N, K]`, where the site's output is added to a value
         r that is known already, as in a residual stream; float32.
     sample: some of the inputs, float32 `[at most SAMPLED_ROWS, K]`.
     """
@@ -50,6 +53,9 @@ class Walk:
     weights: constants that differ from the float model's, by name, in their own shape and type.
     sequential: whether a stream runs on `weights`; else the float model's is all there is.
     crossed: in sequential mode, whether the float model's stream runs beside it, to correct by.
+    residual: whether sums into a residual stream are corrected, not outputs alone.
+    relative: whether tokens of a linear that writes into such a stream are weighted by the
+        stream's size.
     wanted: the linears whose inputs' moments are needed; of the others a sample is taken.
     """
 
@@ -63,11 +69,12 @@ class Walk:
         sequential: bool,
         crossed: bool,
         residual: bool,
+        relative: bool,
         wanted: Collection[str],
     ) -> None:
         self.graph, self.data, self.weights = graph, data, weights
         self.sequential, self.crossed = sequential, sequential and crossed
-        self.residual, self.wanted = residual, wanted
+        self.residual, self.relative, self.wanted = residual, relative, wanted
         self.stages = cut(graph.model, sites)
 
     def __iter__(self) -> Iterator[Stop]:
@@ -118,21 +125,30 @@ class Walk:
             for site in sites
             if site.name in added
         }
+        alone = len(stage.sites) == 1 and self.relative
         for at, mask in enumerate(self.data.masks):
             x = rows_of(own.get(at, stage.name), mask)
             if floats is None:
                 sums.add(x, None)
                 continue
-            sums.add(x, rows_of(floats.get(at, stage.name), mask))
-            for name, value in added.items():
-                ahead = rows_of(floats.get(at, value), mask) - rows_of(own.get(at, value), mask)
-                right = torch.from_numpy(np.ascontiguousarray(x)).to(device)
-                crossed[name].addmm_(torch.from_numpy(ahead).to(device).T, right)
+            xf = rows_of(floats.get(at, stage.name), mask)
+            ahead = {
+                name: (rows_of(floats.get(at, value), mask), rows_of(own.get(at, value), mask))
+                for name, value in added.items()
+            }
+            weights = None
+            if alone and ahead:
+                weights = _relative(sites[0], xf, ahead[sites[0].name][0], device)
+            sums.add(x, xf, weights)
+            right = torch.from_numpy(np.ascontiguousarray(x)).to(device)
+            right = right if weights is None else right * weights[:, None]
+            for name, (stream, ours) in ahead.items():
+                crossed[name].addmm_(torch.from_numpy(stream - ours).to(device).T, right)
         if not sums.finite:
             self._blame(stage)
         for matrix in crossed.values():
-            matrix.mul_(2 / max(1, sums.tokens))
-        return Stop(stage, sums.moments(), crossed, sample)
+            matrix.mul_(2 / sums.weight if sums.weight else 0.0)
+        return Stop(stage, sums.moments(), crossed if self.residual else {}, sample)
 
     def _sample(self, stage: Stage, stream: Activations) -> Array:
         """Tokens spread over all batches."""
@@ -147,7 +163,7 @@ class Walk:
         self, stage: Stage, sites: Sequence[Site], stream: Activations
     ) -> dict[str, str]:
         """Site → the name of the value that its output is added to, where it is known."""
-        if not self.residual:
+        if not (self.residual or self.relative):
             return {}
         found = {}
         for site in sites:
@@ -180,3 +196,21 @@ class Walk:
             f"calibration: the input {stage.name} of {stage.sites[0].name} is too large for "
             "float32 sums; keep that linear with --exclude"
         )
+
+
+def _relative(site: Site, x: Array, stream: Array, device: torch.device) -> Tensor:
+    """Weights of tokens `[T]`: 1 / mean square of what the site's output makes of the stream.
+
+    A norm divides the stream by its size before anything reads it, so that an error counts
+    relative to it. Some tokens, often the first, have values hundreds of times larger than others
+    in a few channels; unweighted sums would see nothing but them.
+    """
+    import torch
+
+    assert site.weight is not None
+    weight = torch.from_numpy(np.array(site.weight.rows(0, site.n))).to(device)
+    total = torch.from_numpy(np.ascontiguousarray(stream)).to(device)
+    total = torch.addmm(total, torch.from_numpy(np.ascontiguousarray(x)).to(device), weight.T)
+    found = 1 / total.square().mean(1).clamp(min=torch.finfo(torch.float32).tiny)
+    found = found.clamp(max=_LARGEST_WEIGHT * found.mean())
+    return found / found.mean()

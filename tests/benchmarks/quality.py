@@ -43,7 +43,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "gptq, act order, parallel": {"solver": "gptq", "calibration": "parallel"},
     "gptq, act order": {"solver": "gptq", "options": PAPER},
     "gptq, act order, outputs corrected": {
-        "solver": "gptq", "options": {"solve.residual": "false"},
+        "solver": "gptq", "options": {"solve.residual": "false", "solve.relative": "false"},
+    },
+    "gptq, act order, sums corrected": {
+        "solver": "gptq", "options": {"solve.relative": "false"},
     },
     "gptq (as shipped)": {"solver": "gptq"},
     "best": {"solver": "auto"},

@@ -263,3 +263,31 @@ def test_channel_factors_work_under_other_steps(tmp_path: Path, spec: str) -> No
     plain, _ = solve(model, "p.onnx", solver="rtn")
     output, _ = solve(model, solver=spec, options=options)
     assert error(model, output) < error(model, plain)
+
+
+@pytest.mark.parametrize("solver", ["hqq", "auto"])
+def test_without_data(tmp_path: Path, solver: str) -> None:
+    model = chain(tmp_path)
+    plain, _ = solve(model, "p.onnx", solver="rtn", calibrate=None)
+    output, result = solve(model, solver=solver, calibrate=None)
+    assert error(model, output) < error(model, plain)
+    assert {item.solver for item in result.plan.decisions} == {"hqq"}
+
+
+def test_auto_keeps_the_better_one_of_each_weight(tmp_path: Path) -> None:
+    model = chain(tmp_path)
+    output, result = solve(model, solver="auto")
+    gptq, _ = solve(model, "g.onnx", solver="gptq")
+    assert error(model, output) < 1.05 * error(model, gptq)
+    assert {item.solver for item in result.plan.decisions} <= {"gptq", "weighted+gptq"}
+    assert all("of rounding's" in step.detail for step in result.report.steps if "→" in step.rule
+               and step.pass_name == "solve")  # fmt: skip
+
+
+@pytest.mark.parametrize("solver", ["clip", "weighted", "clip+rtn", "hqq+gptq"])
+def test_ranges_alone_and_under_codes(tmp_path: Path, solver: str) -> None:
+    model = chain(tmp_path)
+    plain, _ = solve(model, "p.onnx", solver="rtn")
+    output, result = solve(model, solver=solver)
+    assert error(model, output) < error(model, plain)
+    assert {item.solver for item in result.plan.decisions} == {solver}
