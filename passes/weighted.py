@@ -2,36 +2,160 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx_ir as ir
 
-from qgraph.formats.base import Format, QuantizedWeight
-from qgraph.passes.range_search import search
+from qgraph.formats.base import Array, Format, QuantizedWeight
+from qgraph.passes.range_search import TILE, Loss, search
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHRINK = tuple(1.05 - 0.025 * step for step in range(19))
+SHRINK = tuple(1.05 - 0.025 * step for step in range(17))
+"""Widths that are tried, in units of the range from the least to the largest weight."""
+REFITS = 2
+"""How often the scale is fitted to the codes, and the weights rounded to it again."""
+FLOOR = 1e-4
+"""The least that a column counts, in units of its group's mean: columns whose inputs were zero
+on the calibration data are not given up, since other data may use them."""
 
 
 def fit(rows: Tensor, curvature: Tensor, fmt: Format, dtype: ir.DataType) -> QuantizedWeight:
-    """Minimise Σ_k h_k (w_k − ŵ_k)² in each group.
+    """Minimise Σ_k h_k (w_k − ŵ_k)² in each group, over scales and integer zero points.
+
+    Never worse than rounding to nearest, in any group. Rows are worked on in tiles.
 
     Args:
-        rows: float32 `[N, K]`. curvature: h, float32 `[K]`, mean squares of the inputs.
-        fmt: an integer format in groups. dtype: in which scales are stored.
+        rows: float32 `[N, K]`.
+        curvature: h, float32 `[K]`, not negative: the mean squares of the inputs.
+        fmt: an integer format in groups along K.
+        dtype: in which the scales are stored.
 
-    A column whose inputs are all zero counts a little, so that its group keeps a sane range.
+    Raises:
+        OverflowError: a scale does not fit `dtype`; `args[1]` is (row, group).
     """
     import torch
 
     k = rows.shape[1]
     width = fmt.group or k
-    floor = 1e-6 * curvature.mean().clamp(min=torch.finfo(torch.float32).tiny)
-    weights = torch.nn.functional.pad(curvature.clamp(min=floor), (0, -k % width)).view(-1, width)
+    given = torch.nn.functional.pad(curvature.clamp(min=0), (0, -k % width)).view(-1, width)
+    # The mean of a group is 1, so that no square under- or overflows; a group without is even.
+    mean = given.mean(1, keepdim=True)
+    exact = torch.where(mean > 0, given / torch.where(mean > 0, mean, 1), 1)
+    counted = exact.clamp(min=FLOOR)
 
     def loss(error: Tensor) -> Tensor:
-        return error.square_().mul_(weights).sum(-1)
+        return error.square_().mul_(counted).sum(-1)
 
-    return search(rows, fmt, dtype, loss, shrink=SHRINK)
+    def exact_loss(error: Tensor) -> Tensor:
+        return error.square_().mul_(exact).sum(-1)
+
+    found = search(rows, fmt, dtype, loss, shrink=SHRINK)
+    for tile in _tiles(rows, TILE):
+        candidate = _rows(found, tile)
+        best = candidate
+        for _ in range(REFITS):
+            candidate = _refitted(rows[tile], candidate, counted, fmt)
+            best = _better(rows[tile], best, candidate, exact_loss, fmt)
+        _put(found, tile, best)
+    keep_better(rows, found, exact_loss, fmt, dtype)
+    return found
+
+
+def keep_better(
+    rows: Tensor,
+    found: QuantizedWeight,
+    loss: Loss,
+    fmt: Format,
+    dtype: ir.DataType,
+    tile: int = TILE,
+) -> None:
+    """Go back to rounding to nearest, in place, in groups in which `found` has more `loss`.
+
+    Args:
+        rows: float32 `[N, K]`. loss: see `range_search.Loss`. tile: weights at once.
+    """
+    for part in _tiles(rows, tile):
+        own = fmt.quantize(rows[part].cpu().numpy(), dtype)
+        _put(found, part, _better(rows[part], _rows(found, part), own, loss, fmt))
+
+
+def _refitted(
+    rows: Tensor, found: QuantizedWeight, counted: Tensor, fmt: Format
+) -> QuantizedWeight:
+    """The weights rounded on the scales that are best for the codes they have, zeros kept.
+
+    d/ds Σ h (w − q s)² = 0 gives s = Σ h q w / Σ h q², q being code less zero point.
+    """
+    import torch
+
+    n, k = rows.shape
+    width = fmt.group or k
+    zeros = torch.zeros(found.scales.shape, device=rows.device)[..., None]
+    if found.zeros is not None:
+        zeros = _shown(found.zeros, rows)[..., None]
+    weights = _grouped(rows, width)
+    steps = _grouped(_shown(found.codes, rows), width) - zeros
+    turned = steps * counted
+    right, left = (turned * weights).sum(-1), (turned * steps).sum(-1)
+    fitted = (right / torch.where(left > 0, left, 1)).cpu().numpy().astype(found.scales.dtype)
+    # Formats store normal numbers; and a zero point supposes the sign that the scale has.
+    usable = np.isfinite(fitted) & (np.abs(fitted) >= np.finfo(fitted.dtype).smallest_normal)
+    scales = np.where(usable & (np.sign(fitted) == np.sign(found.scales)), fitted, found.scales)
+    shown = _shown(scales, rows)[..., None]
+    codes = (weights / torch.where(shown == 0, 1, shown)).round_().add_(zeros)
+    flat = codes.clamp_(*fmt.code_range).view(n, -1)[:, :k].cpu().numpy()
+    return QuantizedWeight(flat.astype(found.codes.dtype), scales, found.zeros)
+
+
+def _better(
+    rows: Tensor, one: QuantizedWeight, other: QuantizedWeight, loss: Loss, fmt: Format
+) -> QuantizedWeight:
+    """Of each group the one of less loss; the first where both are equal."""
+    k = rows.shape[1]
+    width = fmt.group or k
+    first, second = (
+        loss(_grouped(rows - _shown(fmt.dequantize(each), rows), width)) for each in (one, other)
+    )
+    groups = (second < first).cpu().numpy()
+    columns = np.repeat(groups, width, axis=1)[:, :k]
+    zeros = None
+    if one.zeros is not None and other.zeros is not None:
+        zeros = np.where(groups, other.zeros, one.zeros)
+    return QuantizedWeight(
+        np.where(columns, other.codes, one.codes), np.where(groups, other.scales, one.scales), zeros
+    )
+
+
+def _grouped(rows: Tensor, width: int) -> Tensor:
+    """`[n, K]` as `[n, nb, width]`, filled up with zeros."""
+    import torch
+
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % width)).view(len(rows), -1, width)
+
+
+def _shown(array: Array, like: Tensor) -> Tensor:
+    """An array as float32, where `like` is."""
+    import torch
+
+    return torch.from_numpy(array.astype(np.float32)).to(like.device)
+
+
+def _tiles(rows: Tensor, size: int) -> Iterator[slice]:
+    """Slices of rows that hold at most `size` weights each, or one row."""
+    step = max(1, size // rows.shape[1])
+    return (slice(at, at + step) for at in range(0, len(rows), step))
+
+
+def _rows(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
+    zeros = None if weight.zeros is None else weight.zeros[rows]
+    return QuantizedWeight(weight.codes[rows], weight.scales[rows], zeros)
+
+
+def _put(weight: QuantizedWeight, rows: slice, part: QuantizedWeight) -> None:
+    weight.codes[rows], weight.scales[rows] = part.codes, part.scales
+    if weight.zeros is not None:
+        weight.zeros[rows] = part.zeros
