@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qgraph.activations import Activations
+from qgraph.activations import LIMIT, Activations
 from qgraph.calibration import Calibration, rows_of
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
@@ -78,7 +78,8 @@ class Walk:
         self.stages = cut(graph.model, sites)
 
     def __iter__(self) -> Iterator[Stop]:
-        with Activations() as floats, Activations() as quants:
+        room = LIMIT // 2 if self.crossed else LIMIT
+        with Activations(room) as floats, Activations(room) as quants:
             both = self.crossed or not self.sequential
             streams = [*([floats] if both else []), *([quants] if self.sequential else [])]
             for at, batch in enumerate(self.data.batches):

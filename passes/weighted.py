@@ -55,12 +55,12 @@ def fit(rows: Tensor, curvature: Tensor, fmt: Format, dtype: ir.DataType) -> Qua
 
     found = search(rows, fmt, dtype, loss, shrink=SHRINK)
     for tile in _tiles(rows, TILE):
-        candidate = _rows(found, tile)
-        best = candidate
+        weights, fitted = rows[tile], _rows(found, tile)
         for _ in range(REFITS):
-            candidate = _refitted(rows[tile], candidate, counted, fmt)
-            best = _better(rows[tile], best, candidate, exact_loss, fmt)
-        _put(found, tile, best)
+            fitted = _refitted(weights, fitted, counted, fmt)
+            best = _rows(found, tile)
+            gains = _losses(weights, fitted, loss, fmt) < _losses(weights, best, loss, fmt)
+            _take(found, tile, fitted, gains, fmt)
     keep_better(rows, found, exact_loss, fmt, dtype)
     return found
 
@@ -73,14 +73,18 @@ def keep_better(
     dtype: ir.DataType,
     tile: int = TILE,
 ) -> None:
-    """Go back to rounding to nearest, in place, in groups in which `found` has more `loss`.
+    """Go back to rounding to nearest, in place, in groups where that has less `loss`.
+
+    Also where a scale is subnormal: formats do not store those, their few bits spoil every code.
 
     Args:
         rows: float32 `[N, K]`. loss: see `range_search.Loss`. tile: weights at once.
     """
     for part in _tiles(rows, tile):
-        own = fmt.quantize(rows[part].cpu().numpy(), dtype)
-        _put(found, part, _better(rows[part], _rows(found, part), own, loss, fmt))
+        own, mine = fmt.quantize(rows[part].cpu().numpy(), dtype), _rows(found, part)
+        less = _losses(rows[part], own, loss, fmt) < _losses(rows[part], mine, loss, fmt)
+        subnormal = np.abs(mine.scales) < np.finfo(mine.scales.dtype).smallest_normal
+        _take(found, part, own, less | subnormal, fmt)
 
 
 def _refitted(
@@ -101,7 +105,9 @@ def _refitted(
     steps = _grouped(_shown(found.codes, rows), width) - zeros
     turned = steps * counted
     right, left = (turned * weights).sum(-1), (turned * steps).sum(-1)
-    fitted = (right / torch.where(left > 0, left, 1)).cpu().numpy().astype(found.scales.dtype)
+    fitted = (right / torch.where(left > 0, left, 1)).cpu().numpy()
+    with np.errstate(over="ignore"):
+        fitted = fitted.astype(found.scales.dtype)
     # Formats store normal numbers; and a zero point supposes the sign that the scale has.
     usable = np.isfinite(fitted) & (np.abs(fitted) >= np.finfo(fitted.dtype).smallest_normal)
     scales = np.where(usable & (np.sign(fitted) == np.sign(found.scales)), fitted, found.scales)
@@ -111,23 +117,12 @@ def _refitted(
     return QuantizedWeight(flat.astype(found.codes.dtype), scales, found.zeros)
 
 
-def _better(
-    rows: Tensor, one: QuantizedWeight, other: QuantizedWeight, loss: Loss, fmt: Format
-) -> QuantizedWeight:
-    """Of each group the one of less loss; the first where both are equal."""
-    k = rows.shape[1]
-    width = fmt.group or k
-    first, second = (
-        loss(_grouped(rows - _shown(fmt.dequantize(each), rows), width)) for each in (one, other)
-    )
-    groups = (second < first).cpu().numpy()
-    columns = np.repeat(groups, width, axis=1)[:, :k]
-    zeros = None
-    if one.zeros is not None and other.zeros is not None:
-        zeros = np.where(groups, other.zeros, one.zeros)
-    return QuantizedWeight(
-        np.where(columns, other.codes, one.codes), np.where(groups, other.scales, one.scales), zeros
-    )
+def _losses(rows: Tensor, found: QuantizedWeight, loss: Loss, fmt: Format) -> Array:
+    """The loss of every group, `[n, nb]`."""
+    width = fmt.group or rows.shape[1]
+    errors = rows - _shown(fmt.dequantize(found), rows)
+    found_losses: Array = loss(_grouped(errors, width)).cpu().numpy()
+    return found_losses
 
 
 def _grouped(rows: Tensor, width: int) -> Tensor:
@@ -155,7 +150,13 @@ def _rows(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
     return QuantizedWeight(weight.codes[rows], weight.scales[rows], zeros)
 
 
-def _put(weight: QuantizedWeight, rows: slice, part: QuantizedWeight) -> None:
-    weight.codes[rows], weight.scales[rows] = part.codes, part.scales
-    if weight.zeros is not None:
-        weight.zeros[rows] = part.zeros
+def _take(
+    weight: QuantizedWeight, rows: slice, other: QuantizedWeight, groups: Array, fmt: Format
+) -> None:
+    """Replace some `groups`, bool `[n, nb]`, of some rows by another's, in place."""
+    k = weight.codes.shape[1]
+    columns = np.repeat(groups, fmt.group or k, axis=1)[:, :k]
+    np.copyto(weight.codes[rows], other.codes, where=columns)
+    np.copyto(weight.scales[rows], other.scales, where=groups)
+    if weight.zeros is not None and other.zeros is not None:
+        np.copyto(weight.zeros[rows], other.zeros, where=groups)
