@@ -20,4 +20,4 @@ class Hqq(Ranges):
         """Each group's range from the weights alone."""
         from qgraph.passes import hqq
 
-        return hqq.fit(problem.weights, problem.fmt, problem.dtype)
+        return hqq.fit(problem.weights, problem.fmt, problem.dtype, problem.importance)

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from qgraph.capabilities import MATMUL_NBITS
 from qgraph.formats.base import Array, parse
 from qgraph.graph import Graph
@@ -23,9 +25,13 @@ from qgraph.sites import Site
 from qgraph.stages import write_through
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from qgraph.calibration import Calibration
 
 SEQUENTIAL = "sequential"
+SAMPLED_ROWS = 4096
+"""Rows of a weight that say which of its input channels count."""
 
 
 def solve_all(options: Options, graph: Graph, chosen: Sequence[Site], context: Context) -> None:
@@ -50,6 +56,7 @@ class _Solving:
         self.stored = Stored()
         self.main = {id(node) for node in graph.model.graph}
         self.kept: Kept | None = None
+        self.guesses: dict[int, Tensor | None] = {}
 
     def _decision(self, site: Site) -> Decision:
         decision = self.context.plan.of(site.name)
@@ -176,7 +183,27 @@ class _Solving:
             why = "its activation is transposed"
             if id(site.node) not in self.main:
                 why = "its node lies in a body, which is not calibrated"
-        return solve_alone(site, self._decision(site), why)
+        return solve_alone(site, self._decision(site), why, self._importance(site))
+
+    def _importance(self, site: Site) -> Tensor | None:
+        """What all linears that read the site's activation say of its channels."""
+        import torch
+
+        from qgraph.passes import hqq
+
+        key = id(site.activation)
+        if key not in self.guesses:
+            readers = [
+                torch.from_numpy(np.array(other.weight.rows(0, min(other.n, SAMPLED_ROWS))))
+                for other in self.sites
+                if other.weight is not None
+                and other.role != "embedding"
+                and other.state == "float"
+                and other.k == site.k
+                and other.activation is site.activation
+            ]
+            self.guesses[key] = hqq.importance(readers)
+        return self.guesses[key]
 
 
 def _as_stored(x: Array, source: QuantSource) -> Array:

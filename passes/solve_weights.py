@@ -318,8 +318,13 @@ def make(spec: str, recipe: Recipe) -> Solvers:
     return Solvers(**found)
 
 
-def solve_alone(site: Site, decision: Decision, why: str) -> Solution:
-    """A weight without data: by a solver that needs none, else rounded; `why` there is no data."""
+def solve_alone(
+    site: Site, decision: Decision, why: str, importance: Tensor | None = None
+) -> Solution:
+    """A weight without data: by a solver that needs none, else rounded; `why` there is no data.
+
+    importance: see `Problem`.
+    """
     assert site.weight is not None and site.dtype is not None
     spec = candidates(decision.solver or "rtn", with_data=False)[0]
     if needs_data(spec):
@@ -332,7 +337,8 @@ def solve_alone(site: Site, decision: Decision, why: str) -> Solution:
     for start, stop in source.blocks(BLOCK_BYTES // 4):
         source.block(start, stop)  # names what is not finite, or does not fit
         rows = _rows(site, start, stop)
-        pieces.append(solvers.solve(Problem(rows, rows, fmt, site.dtype, None))[0])
+        problem = Problem(rows, rows, fmt, site.dtype, None, importance)
+        pieces.append(solvers.solve(problem)[0])
     found = SolvedSource(site.weight, fmt, site.dtype, _joined(pieces))
     return Solution(found, spec, f"{spec}, without data")
 

@@ -29,6 +29,7 @@ class Problem:
         toward the float model's outputs.
     plain: float32 `[n, K]`, the weight before the correction.
     moments: of the inputs; None where there is no data.
+    importance: float32 `[K]`, a guess at how much each input channel counts, made without data.
     """
 
     weights: Tensor
@@ -36,6 +37,7 @@ class Problem:
     fmt: Format
     dtype: ir.DataType
     moments: Moments | None
+    importance: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
