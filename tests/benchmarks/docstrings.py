@@ -26,6 +26,17 @@ def write(path: Path, part: int) -> Path:
     return path
 
 
+def sentences(count: int, part: int = 1) -> list[str]:
+    """First sentences of docstrings, every second one cut to its first one to four words."""
+    texts = [text for module in modules()[part::2] for text in _docstrings(module)]
+    first = [" ".join(text.split(". ")[0].split())[:400] for text in texts]
+    chosen = first[:: max(1, len(first) // count)][:count]
+    return [
+        " ".join(text.split()[: 1 + at // 2 % 4]).rstrip(".") + "." if at % 2 else text
+        for at, text in enumerate(chosen)
+    ]
+
+
 def _docstrings(module: Path) -> list[str]:
     try:
         tree = ast.parse(module.read_text(encoding="utf-8"))
