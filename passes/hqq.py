@@ -53,12 +53,7 @@ def fit(
     k = rows.shape[1]
     step = max(1, TILE // k)
     parts = [_fit(rows[at : at + step], fmt, dtype, importance) for at in range(0, len(rows), step)]
-    zeros = [part.zeros for part in parts if part.zeros is not None]
-    return QuantizedWeight(
-        np.concatenate([part.codes for part in parts]),
-        np.concatenate([part.scales for part in parts]),
-        np.concatenate(zeros) if zeros else None,
-    )
+    return QuantizedWeight.joined(parts)
 
 
 def _fit(

@@ -51,12 +51,7 @@ def search(
         _search(rows[at : at + step], fmt, dtype, loss, shrink, shifts)
         for at in range(0, len(rows), step)
     ]
-    zeros = [part.zeros for part in parts if part.zeros is not None]
-    return QuantizedWeight(
-        np.concatenate([part.codes for part in parts]),
-        np.concatenate([part.scales for part in parts]),
-        np.concatenate(zeros) if zeros else None,
-    )
+    return QuantizedWeight.joined(parts)
 
 
 def _search(

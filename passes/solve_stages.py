@@ -17,7 +17,7 @@ from qgraph.passes.level_check import LARGEST_ERROR, level_error
 from qgraph.passes.solve_results import Kept, keys_of
 from qgraph.passes.solve_weights import Options, Solution, StageSolver, rounded, solve_alone
 from qgraph.passes.solved import Transform
-from qgraph.passes.stage_walk import Stop, Walk
+from qgraph.passes.stage_walk import SAMPLED_BATCHES, Stop, Walk
 from qgraph.plan import Decision
 from qgraph.quant_tensor import QuantSource
 from qgraph.report import Step
@@ -71,7 +71,8 @@ class _Solving:
         wanted = {site.name for site in self.owners if site.name not in solved}
         self._round_others(self.sites)
         if not wanted:  # a few tokens are enough to check kernels
-            data = dataclasses.replace(data, batches=data.batches[:2], masks=data.masks[:2])
+            few = slice(SAMPLED_BATCHES)
+            data = dataclasses.replace(data, batches=data.batches[few], masks=data.masks[few])
         sequential = bool(self.owners) and self.context.plan.recipe.calibration == SEQUENTIAL
         walk = Walk(
             self.graph, seen, data, self.stored,

@@ -136,8 +136,13 @@ class StageSolver:
         order = None
         if solvers.codes is not None:
             order = solvers.codes.permutation(self.moments.transformed(scale, None))
-        drafts = self._solve(solvers, sites, scale, order)
-        if scale is not None and any(draft.ratio > 1 for draft in drafts.values()):
+        try:
+            drafts = self._solve(solvers, sites, scale, order)
+        except OverflowError:  # float16 holds the plain weights' scales, but not the scaled ones'
+            if scale is None:
+                raise
+            drafts = {}
+        if scale is not None and not (drafts and all(d.ratio <= 1 for d in drafts.values())):
             # A weight that would rather be rounded cannot leave the others' factors.
             scale, word = None, "no channel factors: a weight was worse with them"
             drafts = self._solve(solvers, sites, None, order)
@@ -232,12 +237,12 @@ class StageSolver:
         )
         rounding = [_round(d, start, stop) for d, start, stop in pieces]
         found, word = solvers.solve(problem)
-        before = _losses(target, _joined(rounding), fmt, self.moments)
+        before = _losses(target, QuantizedWeight.joined(rounding), fmt, self.moments)
         after = _losses(problem.weights, found, fmt, moments)
         at = 0
         for d, start, stop in pieces:
             here = slice(at, at + stop - start)
-            d.pieces.append(_cut(found, here))
+            d.pieces.append(found.rows(here))
             d.loss += float(after[here].sum())
             d.rounding += float(before[here].sum())
             if word and word not in d.words:
@@ -269,7 +274,7 @@ class StageSolver:
         if draft.ratio > 1:
             nearest_source = rounded(site, self._decision(site))
             return Solution(nearest_source, "rtn", ", ".join(words), "SOLVER_FELL_BACK")
-        found = _joined(draft.pieces)
+        found = QuantizedWeight.joined(draft.pieces)
         source = SolvedSource(site.weight, draft.fmt, site.dtype, found, transform)
         return Solution(source, spec, ", ".join(words))
 
@@ -339,7 +344,7 @@ def solve_alone(
         rows = _rows(site, start, stop)
         problem = Problem(rows, rows, fmt, site.dtype, None, importance)
         pieces.append(solvers.solve(problem)[0])
-    found = SolvedSource(site.weight, fmt, site.dtype, _joined(pieces))
+    found = SolvedSource(site.weight, fmt, site.dtype, QuantizedWeight.joined(pieces))
     return Solution(found, spec, f"{spec}, without data")
 
 
@@ -397,20 +402,3 @@ def _pieces(drafts: Sequence[_Draft]) -> Iterator[list[tuple[_Draft, int, int]]]
                 group, used = [], 0
     if group:
         yield group
-
-
-def _joined(pieces: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Blocks of rows, one behind the other."""
-    if len(pieces) == 1:
-        return pieces[0]
-    zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
-    return QuantizedWeight(
-        np.concatenate([piece.codes for piece in pieces]),
-        np.concatenate([piece.scales for piece in pieces]),
-        np.concatenate(zeros) if zeros else None,
-    )
-
-
-def _cut(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
-    zeros = None if weight.zeros is None else weight.zeros[rows]
-    return QuantizedWeight(weight.codes[rows], weight.scales[rows], zeros)

@@ -29,6 +29,8 @@ _LARGEST_WEIGHT = 20.0
 """The weight of a token, at most, in units of the mean."""
 SAMPLED_ROWS = 256
 """Tokens of a stage that are kept for checks of the runtime's kernels."""
+SAMPLED_BATCHES = 2
+"""Batches that they come from: the first ones, so that a resumed run checks on the same tokens."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,7 +126,7 @@ class Walk:
         crossed = {
             site.name: torch.zeros(site.n, site.k, device=device)
             for site in sites
-            if site.name in added
+            if self.residual and site.name in added
         }
         alone = len(stage.sites) == 1 and self.relative
         for at, mask in enumerate(self.data.masks):
@@ -143,19 +145,21 @@ class Walk:
             sums.add(x, xf, weights)
             right = torch.from_numpy(np.ascontiguousarray(x)).to(device)
             right = right if weights is None else right * weights[:, None]
-            for name, (stream, ours) in ahead.items():
-                crossed[name].addmm_(torch.from_numpy(stream - ours).to(device).T, right)
+            for name, matrix in crossed.items():
+                stream, ours = ahead[name]
+                matrix.addmm_(torch.from_numpy(stream - ours).to(device).T, right)
         if not sums.finite:
             self._blame(stage)
         for matrix in crossed.values():
             matrix.mul_(2 / sums.weight if sums.weight else 0.0)
-        return Stop(stage, sums.moments(), crossed if self.residual else {}, sample)
+        return Stop(stage, sums.moments(), crossed, sample)
 
     def _sample(self, stage: Stage, stream: Activations) -> Array:
-        """Tokens spread over all batches."""
-        share = -(-SAMPLED_ROWS // len(self.data.masks))
+        """Tokens spread over the first batches."""
+        masks = self.data.masks[:SAMPLED_BATCHES]
+        share = -(-SAMPLED_ROWS // len(masks))
         found = []
-        for at, mask in enumerate(self.data.masks):
+        for at, mask in enumerate(masks):
             x = rows_of(stream.get(at, stage.name), mask)
             found.append(np.array(x[:: max(1, len(x) // share)][:share]))
         return np.concatenate(found)

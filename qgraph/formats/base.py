@@ -10,9 +10,10 @@ import dataclasses
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
@@ -76,6 +77,23 @@ class QuantizedWeight:
     codes: Array
     scales: Array
     zeros: Array | None = None
+
+    def rows(self, rows: slice) -> QuantizedWeight:
+        """Some of the rows; views of the arrays."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return QuantizedWeight(self.codes[rows], self.scales[rows], zeros)
+
+    @classmethod
+    def joined(cls, pieces: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Blocks of rows of one weight (at least one), one behind the other."""
+        if len(pieces) == 1:
+            return pieces[0]
+        zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
+        return cls(
+            np.concatenate([piece.codes for piece in pieces]),
+            np.concatenate([piece.scales for piece in pieces]),
+            np.concatenate(zeros) if zeros else None,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
