@@ -6,6 +6,7 @@ what is rounded finer is what the outputs depend on most.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -43,11 +44,13 @@ def search(
         ties: int64 `[K]`: channels of one number get one factor, from the mean of their
             magnitudes.
         quantize: for the i-th linear and some of its rows `[n, K]`, scaled: what they are after
-            rounding, `[n, K]`.
+            rounding, `[n, K]`. An OverflowError says that no scale holds them: the exponent is
+            passed over.
 
     Returns:
         s float32 `[K]`, of geometric mean 1 over the channels that are not 0, and figures: `alpha`,
-        `loss`, `unscaled` (that of no scaling), and `rows`, the number that both are sums over.
+        `loss`, `unscaled` (that of no scaling), `rows`, the number that both are sums over, and
+        `overflowed`, how many exponents were passed over.
     """
     import torch
 
@@ -57,19 +60,22 @@ def search(
     ones = torch.ones_like(hessian[0])
     unscaled = _loss(chosen, hessian, ones, quantize)
     best, alpha, least = ones, 0.0, unscaled
-    rows = sum(len(part) for part in chosen)
+    rows, overflowed = sum(len(part) for part in chosen), 0
     for step in range(1, GRID):
         scale = _power(shared, step / GRID).to(hessian.dtype)
         found = _loss(chosen, hessian, scale, quantize)
+        overflowed += found == math.inf
         if found < least:
             best, alpha, least = scale, step / GRID, found
     if alpha and rows < total:
         rows = total
         unscaled = _loss(weights, hessian, ones, quantize)
         least = _loss(weights, hessian, best, quantize)
+        overflowed += least == math.inf
         if not least < unscaled:
             best, alpha, least = ones, 0.0, unscaled
-    return best, {"alpha": alpha, "loss": least, "unscaled": unscaled, "rows": rows}
+    figures = {"alpha": alpha, "loss": least, "unscaled": unscaled, "rows": rows}
+    return best, {**figures, "overflowed": overflowed}
 
 
 def _mean_of_tied(magnitude: Tensor, ties: Tensor) -> Tensor:
@@ -105,7 +111,14 @@ def _power(magnitude: Tensor, alpha: float) -> Tensor:
 
 
 def _loss(weights: Sequence[Tensor], hessian: Tensor, scale: Tensor, quantize: Quantize) -> float:
+    """The loss with factors; infinite where a format cannot hold the rows times them."""
     import torch
 
-    errors = torch.cat([rows - quantize(i, rows * scale) / scale for i, rows in enumerate(weights)])
+    found = []
+    for i, rows in enumerate(weights):
+        try:
+            found.append(rows - quantize(i, rows * scale) / scale)
+        except OverflowError:
+            return math.inf
+    errors = torch.cat(found)
     return float(((errors @ hessian) * errors).sum(dtype=torch.float64))

@@ -7,7 +7,9 @@ import onnx_ir as ir
 
 from qgraph.errors import GraphError
 from qgraph.passes.base import PackedParts
+from qgraph.plan import Decision
 from qgraph.quant_tensor import QuantSource
+from qgraph.report import Step
 from qgraph.rewrite import Rewriter, drop_constant
 from qgraph.sites import QGRAPH_DOMAIN, Site
 
@@ -70,6 +72,31 @@ def read_from(weight: ir.Value, site: Site, rewriter: Rewriter) -> None:
         node.attributes["alpha"] = ir.AttrFloat32("alpha", 1.0)
     rewriter.drop_unused(site.chain)
     drop_constant(site.weight.root)
+
+
+def written(
+    name: str,
+    site: Site,
+    decision: Decision,
+    source: QuantSource,
+    detail: str,
+    fallback: str | None = None,
+) -> Step:
+    """The step of the pass `name`, by which `site` reads what `source` says.
+
+    fallback: the reason why the weight is not quantized as its decision asks.
+    """
+    shared = decision.shared_with is not None  # its bytes count once
+    return Step(
+        name,
+        f"{site.op} → {source.format.function_name}",
+        site.name,
+        "changed" if fallback == "SOLVER_FELL_BACK" else "done",
+        fallback or decision.reason,
+        f"{decision.format}; {detail}" if detail else f"{decision.format}",
+        0 if shared else decision.float_bytes,
+        0 if shared else decision.packed_bytes,
+    )
 
 
 def _leading_axes(old: ir.Value, site: Site) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.formats.base import Array, Format, QuantizedWeight
+from qgraph.passes.range_search import as_stored
 
 if TYPE_CHECKING:
     import torch
@@ -189,8 +190,11 @@ def refine(
     return result
 
 
-def refit(weights: Tensor, hessian: Tensor, grid: Grid, codes: Tensor) -> Grid:
-    """The scales that are best for the codes: least squares per row, `nb` unknowns each."""
+def refit(weights: Tensor, hessian: Tensor, grid: Grid, codes: Tensor, dtype: ir.DataType) -> Grid:
+    """The scales that are best for the codes: least squares per row, `nb` unknowns each.
+
+    They are as `dtype` stores them; one that it cannot hold, or of another sign, stays as it was.
+    """
     import torch
 
     n, k = codes.shape
@@ -208,6 +212,7 @@ def refit(weights: Tensor, hessian: Tensor, grid: Grid, codes: Tensor) -> Grid:
     left = left + torch.diag_embed(ridge.expand(n, nb))
     right = right + ridge * grid.scales
     scales = torch.linalg.solve(left.double(), right.double().unsqueeze(-1)).squeeze(-1).float()
+    scales = as_stored(scales, dtype)
     keep = torch.isfinite(scales) & (scales * grid.scales > 0)
     return dataclasses.replace(grid, scales=torch.where(keep, scales, grid.scales))
 

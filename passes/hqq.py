@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.formats.base import Format, QuantizedWeight
-from qgraph.passes.range_search import TILE, search
+from qgraph.passes.range_search import TILE, rows_from, search, tiles
 from qgraph.passes.weighted import keep_better
 
 if TYPE_CHECKING:
@@ -50,9 +50,10 @@ def fit(
     Raises:
         OverflowError: a scale does not fit `dtype`; `args[1]` is (row, group).
     """
-    k = rows.shape[1]
-    step = max(1, TILE // k)
-    parts = [_fit(rows[at : at + step], fmt, dtype, importance) for at in range(0, len(rows), step)]
+    parts = []
+    for tile in tiles(rows, TILE):
+        with rows_from(tile.start):
+            parts.append(_fit(rows[tile], fmt, dtype, importance))
     return QuantizedWeight.joined(parts)
 
 

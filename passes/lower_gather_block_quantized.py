@@ -8,12 +8,11 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.capabilities import Query
-from qgraph.formats.base import Layout
+from qgraph.capabilities import GATHER_BLOCK_QUANTIZED, Query
 from qgraph.graph import Graph
-from qgraph.kernel_choice import best_kernel, spell_kernel
+from qgraph.kernel_choice import layout_of, spell_kernel
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
-from qgraph.passes.lower_matmul_nbits import CannotFuse, check_view, place
+from qgraph.passes.lower_matmul_nbits import CannotFuse, check_view, chosen, place
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.scopes import nodes
@@ -45,6 +44,8 @@ class LowerGatherBlockQuantized(Pass):
                 continue
             try:
                 query = _choose(site, context)
+                if query.op != GATHER_BLOCK_QUANTIZED:
+                    continue  # another lowering's
                 check_view(site)
             except CannotFuse as refused:
                 code, detail = refused.args
@@ -58,9 +59,7 @@ class LowerGatherBlockQuantized(Pass):
 
 
 def _choose(site: Site, context: Context) -> Query:
-    assert site.dequantizer is not None
-    fmt = source_of(site.dequantizer).format
-    answer, query = best_kernel(context.capabilities, site, fmt, "auto", context.banned)
+    answer, query = chosen(site, context)
     if not answer:
         raise CannotFuse(answer.reason, answer.detail)
     return query
@@ -68,7 +67,8 @@ def _choose(site: Site, context: Context) -> Query:
 
 def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> list[ir.Node]:
     assert site.dequantizer is not None
-    packed = parts.get(source_of(site.dequantizer), Layout("blocks", query.block))
+    source = source_of(site.dequantizer)
+    packed = parts.get(source, layout_of(source.format, query))
     rows = rewriter.constant(f"{site.name}/rows", np.array([site.n, -1], np.int64))
     table = rewriter.node("Reshape", [packed["codes"], rows], name=f"{site.name}/table")
     gather = rewriter.node(

@@ -9,11 +9,10 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.capabilities import Query
+from qgraph.capabilities import MATMUL_NBITS, Answer, Query
 from qgraph.errors import InputError
-from qgraph.formats.base import Layout
 from qgraph.graph import Graph
-from qgraph.kernel_choice import best_kernel, spell_kernel
+from qgraph.kernel_choice import best_kernel, layout_of, spell_kernel
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.recipe import LEVELS
 from qgraph.report import Step
@@ -56,9 +55,11 @@ class LowerMatMulNBits(Pass):
             if not is_lazy(site.dequantizer) or site.role == "embedding":
                 continue
             try:
+                query = self._choose(site, context)
+                if query.op != MATMUL_NBITS:
+                    continue  # another lowering's
                 check_view(site)
                 check_activation(site)
-                query = self._choose(site, context)
                 nodes = _fused(site, query, parts, rewriter)
             except CannotFuse as refused:
                 code, detail = refused.args
@@ -71,14 +72,24 @@ class LowerMatMulNBits(Pass):
 
     def _choose(self, site: Site, context: Context) -> Query:
         assert site.dequantizer is not None
-        level = self.accuracy_level or context.plan.recipe.accuracy_level
-        source = source_of(site.dequantizer)
-        answer, query = best_kernel(
-            context.capabilities, site, source.format, level, context.banned_for(site.name)
-        )
+        answer, query = chosen(site, context, self.accuracy_level)
         if not answer:
             raise CannotFuse(answer.reason, answer.detail)
         return query
+
+
+def chosen(site: Site, context: Context, accuracy_level: str = "") -> tuple[Answer, Query]:
+    """The best kernel for a site that reads a dequantized weight, or the nearest refusal."""
+    assert site.dequantizer is not None
+    recipe = context.plan.recipe
+    return best_kernel(
+        context.capabilities,
+        site,
+        source_of(site.dequantizer).format,
+        accuracy_level or recipe.accuracy_level,
+        context.banned_for(site.name),
+        recipe.prefer,
+    )
 
 
 def check_view(site: Site) -> None:
@@ -125,7 +136,7 @@ def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> 
     source = source_of(site.dequantizer)
 
     def fuse(activation: ir.Value, bias: ir.Value | None) -> ir.Node:
-        packed = parts.get(source, Layout("blocks", query.block))
+        packed = parts.get(source, layout_of(source.format, query))
         return rewriter.node(
             "MatMulNBits",
             [activation, packed["codes"], packed["scales"], packed.get("zeros"), None, bias],

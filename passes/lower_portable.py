@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.formats.base import Format
-from qgraph.formats.linear_function import linear_function, linear_name
 from qgraph.graph import Graph
+from qgraph.kernel_choice import is_portable
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.passes.lower_matmul_nbits import (
     CannotFuse,
@@ -47,12 +47,14 @@ class LowerPortable(Pass):
         parts = PackedParts(rewriter)
         steps = []
         for site in graph.sites():
-            if not is_lazy(site.dequantizer):
+            if site.state != "dequantize" or not is_lazy(site.dequantizer):
                 continue
             assert site.dequantizer is not None
             fmt = source_of(site.dequantizer).format
+            if not is_portable(context.plan.recipe.unfused, fmt):
+                continue
             gathers = site.role == "embedding"
-            result = fmt.function_name if gathers else linear_name(fmt)
+            result = fmt.function_name if gathers else fmt.linear_name
             rule = f"portable: {site.op} → {result}"
             try:
                 check_view(site)
@@ -69,8 +71,8 @@ class LowerPortable(Pass):
 
 def _declare(model: ir.Model, fmt: Format) -> None:
     """Put the linear's function into the model."""
-    if (QGRAPH_DOMAIN, linear_name(fmt), "") not in model.functions:
-        function = linear_function(fmt, model.opset_imports.get("", 1))
+    if (QGRAPH_DOMAIN, fmt.linear_name, "") not in model.functions:
+        function = fmt.linear(model.opset_imports.get("", 1))
         model.functions[function.identifier()] = function
 
 
@@ -83,7 +85,7 @@ def _linear(site: Site, parts: PackedParts, rewriter: Rewriter) -> list[ir.Node]
     def call(activation: ir.Value, bias: ir.Value | None) -> ir.Node:
         packed = parts.get(source, source.format.default_layout)
         return rewriter.node(
-            linear_name(source.format),
+            source.format.linear_name,
             [activation, *packed.values()],
             name=f"{site.name}/linear",
             domain=QGRAPH_DOMAIN,
@@ -109,9 +111,13 @@ def _gathered(site: Site, parts: PackedParts, rewriter: Rewriter) -> list[ir.Nod
     flat_shape = rewriter.constant(f"{site.name}/flat", np.array([-1], np.int64))
     length = rewriter.constant(f"{site.name}/k", np.array([site.k], np.int64))
     flat = add("Reshape", [ids, flat_shape], "flat_ids")
-    packed = parts.get(source, source.format.default_layout)
+    layout = source.format.default_layout
+    specs = source.parts(layout)
+    if any(spec.rows not in (0, 1) for spec in specs.values()):
+        raise CannotFuse("BLOCK_UNSUPPORTED", "rows share their scales: none can be read alone")
     rows: list[ir.Value | None] = [
-        add("Gather", [value, flat], f"gather_{part}") for part, value in packed.items()
+        add("Gather", [value, flat], f"gather_{part}") if specs[part].rows else value
+        for part, value in parts.get(source, layout).items()
     ]
     table = rewriter.node(
         source.format.function_name,

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
+from qgraph.capabilities import DEQUANTIZE_LINEAR, INTEGERS
 from qgraph.formats.base import Layout, Part
 from qgraph.graph import Graph
-from qgraph.kernel_choice import best_kernel
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
-from qgraph.passes.lower_matmul_nbits import missing_axes
+from qgraph.passes.lower_matmul_nbits import chosen, missing_axes
 from qgraph.passes.opset import CannotRaise, raise_opset
 from qgraph.quant_tensor import QuantSource
 from qgraph.report import Step
@@ -44,10 +44,12 @@ class LowerQdq(Pass):
 
     def run(self, graph: Graph, context: Context) -> list[Step]:
         """Raise the opset to what the formats need, then spell every dequantized weight."""
-        needs = {s.name: _needs(s, context) for s in graph.sites() if is_lazy(s.dequantizer)}
+        needs = {s.name: _needs(s, context) for s in _own(graph, context)}
+        if not needs:
+            return []
         refused = _raise(graph, needs)
         # Readers of [K, N] come first: they leave the dequantizer to the others.
-        sites = [site for site in graph.sites() if is_lazy(site.dequantizer)]
+        sites = [site for site in graph.sites() if site.name in needs]
         sites.sort(key=lambda site: not _reads_turned(site, graph.model.graph))
         spelling = _Spelling(Rewriter(graph.model))
         return [self._step(site, refused.get(site.name), spelling, graph) for site in sites]
@@ -67,10 +69,14 @@ _Need = int | tuple[str, str]
 """The opset that a site needs, or reason code and detail of a refusal."""
 
 
+def _own(graph: Graph, context: Context) -> list[Site]:
+    """The sites whose best kernel is DequantizeLinear and what reads it."""
+    sites = [site for site in graph.sites() if is_lazy(site.dequantizer)]
+    return [site for site in sites if chosen(site, context)[1].op == DEQUANTIZE_LINEAR]
+
+
 def _needs(site: Site, context: Context) -> _Need:
-    assert site.dequantizer is not None
-    fmt = source_of(site.dequantizer).format
-    answer, _ = best_kernel(context.capabilities, site, fmt, "auto", context.banned)
+    answer, _ = chosen(site, context)
     if answer.rule is None:
         return (answer.reason or "NO_FUSED_KERNEL", answer.detail)
     return answer.rule.min_opset
@@ -188,6 +194,8 @@ def _reads_turned(site: Site, main: ir.Graph) -> bool:
         return False
     assert site.dequantizer is not None
     source = source_of(site.dequantizer)
+    if source.format.numbers not in INTEGERS:
+        return False
     if not source.format.group or source.format.bits == 2:
         return False
     return (source.n, source.k) == (site.n, site.k) and missing_axes(site) == 0

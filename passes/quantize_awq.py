@@ -44,4 +44,8 @@ class Awq(Scaling):
 
         weights = [problem.weights for problem in problems]
         scale, figures = awq.search(weights, moments.hessian, moments.magnitude, ties, quantize)
-        return scale, f"awq: alpha {figures['alpha']:.2f}"
+        word = f"awq: alpha {figures['alpha']:.2f}"
+        if figures["overflowed"]:
+            dtype = problems[0].dtype.name
+            word += f" (scales do not fit {dtype} at {figures['overflowed']:g} of those tried)"
+        return scale, word

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
 from qgraph.errors import InputError
 from qgraph.formats.base import QuantizedWeight
 from qgraph.passes.moments import Moments
@@ -61,8 +59,6 @@ class Gptq(Codes):
         self, problem: Problem, ranges: QuantizedWeight | None
     ) -> tuple[QuantizedWeight, str] | None:
         """Codes column by column, the error of each carried to those that follow."""
-        import torch
-
         from qgraph.passes import gptq
 
         assert problem.moments is not None
@@ -78,9 +74,7 @@ class Gptq(Codes):
         if self.sweeps:
             codes = gptq.refine(problem.weights, hessian, grid, codes, self.sweeps)
         if self.refit:
-            grid = gptq.refit(problem.weights, hessian, grid, codes)
-            stored = grid.scales.cpu().numpy().astype(start.scales.dtype)
-            grid = dataclasses.replace(grid, scales=torch.from_numpy(stored.astype(np.float32)))
+            grid = gptq.refit(problem.weights, hessian, grid, codes, problem.dtype)
             codes = gptq.refine(problem.weights, hessian, grid, codes, 1)
         scales = grid.scales.cpu().numpy().astype(start.scales.dtype)
         word = "" if factored.damping == self.damping else f"damping {factored.damping:g}"

@@ -1,12 +1,14 @@
 """Choosing group ranges by trying many: scales and integer zero points, under any loss.
 
 Every range is tried as it is stored, the format's own among them: the result is never worse than
-rounding to nearest under the loss that is asked for.
+rounding to nearest under the loss that is asked for. As in formats, a scale is stored as a normal
+number or 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -45,13 +47,32 @@ def search(
         shifts: of the zero point from the one that keeps the middle of the range in the middle
             of the codes; symmetric formats have none.
         tile: weights at once.
+
+    Raises:
+        OverflowError: a scale does not fit `dtype`; `args[1]` is (row, group).
     """
-    step = max(1, tile // max(1, rows.shape[1]))
-    parts = [
-        _search(rows[at : at + step], fmt, dtype, loss, shrink, shifts)
-        for at in range(0, len(rows), step)
-    ]
+    parts = []
+    for part in tiles(rows, tile):
+        with rows_from(part.start):
+            parts.append(_search(rows[part], fmt, dtype, loss, shrink, shifts))
     return QuantizedWeight.joined(parts)
+
+
+def tiles(rows: Tensor, size: int) -> Iterator[slice]:
+    """Slices of rows that hold at most `size` weights each, or one row."""
+    step = max(1, size // max(1, rows.shape[1]))
+    return (slice(at, at + step) for at in range(0, len(rows), step))
+
+
+@contextlib.contextmanager
+def rows_from(start: int) -> Iterator[None]:
+    """Let what does not fit be named by its row in the weight, for rows that begin at `start`."""
+    try:
+        yield
+    except OverflowError as error:
+        (row, group), why = error.args[1], error.args[0].rpartition(": ")[2]
+        at = (start + row, group)
+        raise OverflowError(f"row {at[0]}, group {group}: {why}", at) from None
 
 
 def _search(
@@ -78,7 +99,7 @@ def _search(
     low, high = weights.amin(-1).clamp(max=0), weights.amax(-1).clamp(min=0)
     for factor in shrink:
         wide = (high - low) / (most - least) if own.zeros is not None else scale
-        tried = _as_stored(wide * factor, dtype)
+        tried = as_stored(wide * factor, dtype)
         if own.zeros is None:
             best.consider(tried, zero)
             continue
@@ -95,12 +116,14 @@ def _search(
     return QuantizedWeight(codes.astype(own.codes.dtype), scales, zeros)
 
 
-def _as_stored(scale: Tensor, dtype: ir.DataType) -> Tensor:
+def as_stored(scale: Tensor, dtype: ir.DataType) -> Tensor:
+    """Scales as they read back from `dtype`, those below its normal numbers raised to the least."""
     import torch
 
-    if dtype == ir.DataType.FLOAT16:
-        return scale.to(torch.float16).float()
-    return scale.to(torch.bfloat16).float() if dtype == ir.DataType.BFLOAT16 else scale
+    kinds = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}
+    kind = kinds.get(dtype, torch.float32)
+    raised = torch.copysign(scale.abs().clamp(min=torch.finfo(kind).tiny), scale)
+    return torch.where(scale == 0, scale, raised).to(kind).float()
 
 
 class _Best:

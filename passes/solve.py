@@ -12,9 +12,9 @@ import onnx_ir as ir
 from qgraph.errors import InputError, MissingExtra
 from qgraph.graph import Graph
 from qgraph.passes.base import Context, Pass
-from qgraph.passes.dequantize import DequantizeWriter, read_from
+from qgraph.passes.dequantize import DequantizeWriter, read_from, written
 from qgraph.passes.fold_scale import FoldRefused, apply_fold, find_fold
-from qgraph.passes.quantize_rtn import RoundedSource
+from qgraph.passes.rounded import RoundedSource
 from qgraph.passes.solve_stages import solve_all
 from qgraph.passes.solve_weights import Solution
 from qgraph.passes.solved import SolvedSource
@@ -58,7 +58,7 @@ class Solve(Pass):
         sites = graph.sites()
         chosen = [site for site in sites if is_chosen(context.plan.of(site.name), site)]
         for site in chosen:
-            spec = _decision(context, site).solver or ""
+            spec = context.plan[site.name].solver or ""
             if context.calibration is None and needs_data(spec):
                 raise InputError(
                     f"the solver {spec} needs calibration data: --calibrate FILE (text with "
@@ -81,17 +81,20 @@ class Solve(Pass):
         writer = DequantizeWriter(rewriter)
         gathers: dict[tuple[int, bytes], ir.Value] = {}
         for site in chosen:
-            decision = _decision(context, site)
+            decision = context.plan[site.name]
             source = sources[decision.shared_with or site.name]
             if isinstance(source, SolvedSource) and source.transform.order is not None:
                 _gather(site, source.transform.order, rewriter, gathers)
             read_from(writer.write(source), site, rewriter)
-            steps.append(_step(site, decision, _solution(context, site), source))
+            solution = _solution(context, site)
+            steps.append(
+                written(self.name, site, decision, source, solution.detail, solution.reason)
+            )
         return steps
 
 
 def _is_solved(site: Site, context: Context) -> bool:
-    return (_decision(context, site).shared_with or site.name) in context.findings.solved
+    return (context.plan[site.name].shared_with or site.name) in context.findings.solved
 
 
 def is_chosen(decision: Decision | None, site: Site) -> bool:
@@ -100,14 +103,8 @@ def is_chosen(decision: Decision | None, site: Site) -> bool:
     return wanted and decision is not None and decision.solver != "rtn"
 
 
-def _decision(context: Context, site: Site) -> Decision:
-    decision = context.plan.of(site.name)
-    assert decision is not None
-    return decision
-
-
 def _solution(context: Context, site: Site) -> Solution:
-    found: Solution = context.findings.solved[_decision(context, site).shared_with or site.name]
+    found: Solution = context.findings.solved[context.plan[site.name].shared_with or site.name]
     return found
 
 
@@ -116,20 +113,6 @@ def _need_torch() -> None:
         import torch  # noqa: F401
     except ImportError:
         raise MissingExtra("torch", "torch", "solvers other than rtn") from None
-
-
-def _step(site: Site, decision: Decision, solution: Solution, source: QuantSource) -> Step:
-    shared = decision.shared_with is not None
-    return Step(
-        Solve.name,
-        f"{site.op} → {source.format.function_name}",
-        site.name,
-        "changed" if solution.reason == "SOLVER_FELL_BACK" else "done",
-        solution.reason or decision.reason,
-        f"{decision.format}; {solution.detail}",
-        0 if shared else decision.float_bytes,
-        0 if shared else decision.packed_bytes,
-    )
 
 
 def _fold_all(
@@ -159,7 +142,7 @@ def _fold_all(
         if owner is not None:
             scaled = _scaled(owner, fold.row_factors(factors).astype(np.float32))
             if scaled is None:
-                fold = fold.inserted("the scales of the rows in front would overflow")
+                fold = fold.inserted("the scales of the rows in front would not fit")
             elif fold.site in _shared(context):
                 fold = fold.inserted(f"the weight of {fold.site} is shared")
         try:
@@ -180,7 +163,7 @@ def _columns(source: QuantSource | None) -> np.ndarray | None:
 
 
 def _scaled(source: QuantSource, rows: np.ndarray) -> SolvedSource | None:
-    """`source` with its rows times `rows`; None where a scale cannot hold that."""
+    """`source` with its rows times `rows`; None where a scale would not fit its type."""
     if isinstance(source, RoundedSource):
         found = source.block(0, source.n)
         source = SolvedSource(source.weight, source.format, source.scale_dtype, found)

@@ -13,8 +13,8 @@ from qgraph._version import __version__
 from qgraph.constants import open_bytes
 from qgraph.formats.base import PARTS, Array, Part, parse
 from qgraph.graph import Graph
-from qgraph.passes.quantize_rtn import RoundedSource
-from qgraph.passes.solve_weights import Options, Solution, rounded
+from qgraph.passes.rounded import RoundedSource, rounded
+from qgraph.passes.solve_weights import Options, Solution
 from qgraph.passes.solved import SolvedSource, Transform
 from qgraph.plan import Decision, QuantPlan
 from qgraph.sites import Site
@@ -49,8 +49,8 @@ def keys_of(
     keys: dict[str, str] = {}
     for stage in cut(graph.model, seen):
         for site in stage.sites:
-            decision = plan.of(site.name)
-            assert decision is not None and site.weight is not None and site.dtype is not None
+            decision = plan[site.name]
+            assert site.weight is not None and site.dtype is not None
             words = json.dumps([site.name, decision.format, decision.solver, site.dtype.name])
             keys[site.name] = digest(chain, words, array_digest([open_bytes(site.weight.tensor)]))
         chain = digest(chain, *(keys[site.name] for site in stage.sites))

@@ -14,11 +14,11 @@ from qgraph.graph import Graph
 from qgraph.kernel_choice import best_kernel, spell_kernel
 from qgraph.passes.base import Context
 from qgraph.passes.level_check import LARGEST_ERROR, level_error
+from qgraph.passes.rounded import rounded
 from qgraph.passes.solve_results import Kept, keys_of
-from qgraph.passes.solve_weights import Options, Solution, StageSolver, rounded, solve_alone
+from qgraph.passes.solve_weights import Options, Solution, StageSolver, solve_alone
 from qgraph.passes.solved import Transform
 from qgraph.passes.stage_walk import SAMPLED_BATCHES, Stop, Walk
-from qgraph.plan import Decision
 from qgraph.quant_tensor import QuantSource
 from qgraph.report import Step
 from qgraph.sites import Site
@@ -51,17 +51,12 @@ class _Solving:
         self, options: Options, graph: Graph, chosen: Sequence[Site], context: Context
     ) -> None:
         self.options, self.graph, self.context = options, graph, context
-        self.owners = [site for site in chosen if self._decision(site).shared_with is None]
+        self.owners = [site for site in chosen if self.context.plan[site.name].shared_with is None]
         self.sites = graph.sites()
         self.stored = Stored()
         self.main = {id(node) for node in graph.model.graph}
         self.kept: Kept | None = None
         self.guesses: dict[int, Tensor | None] = {}
-
-    def _decision(self, site: Site) -> Decision:
-        decision = self.context.plan.of(site.name)
-        assert decision is not None
-        return decision
 
     def walk(self, data: Calibration) -> None:
         """Every stage, in the order of execution."""
@@ -94,7 +89,7 @@ class _Solving:
             return
         self.kept = Kept(work, keys_of(self.options, self.graph, self.context.plan, seen, data))
         for site in self.owners:
-            found = self.kept.load(site, self._decision(site))
+            found = self.kept.load(site, self.context.plan[site.name])
             if found is not None:
                 self.context.findings.solved.setdefault(site.name, found)
 
@@ -135,7 +130,7 @@ class _Solving:
 
     def _check_level(self, site: Site, stop: Stop) -> None:
         """Ban, for this site, the kernels whose int8 activations cost too much on its inputs."""
-        decision, context = self._decision(site), self.context
+        decision, context = self.context.plan[site.name], self.context
         source = self.stored.source(site)
         if source is None or site.name in context.findings.banned_at or not len(stop.sample):
             return
@@ -184,7 +179,7 @@ class _Solving:
             why = "its activation is transposed"
             if id(site.node) not in self.main:
                 why = "its node lies in a body, which is not calibrated"
-        return solve_alone(site, self._decision(site), why, self._importance(site))
+        return solve_alone(site, self.context.plan[site.name], why, self._importance(site))
 
     def _importance(self, site: Site) -> Tensor | None:
         """What all linears that read the site's activation say of its channels."""

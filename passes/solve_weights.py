@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from qgraph import registry
-from qgraph.errors import InputError
 from qgraph.formats.base import Format, QuantizedWeight, parse
 from qgraph.graph import Graph
+from qgraph.passes.composed import Solvers, candidates, make
 from qgraph.passes.fold_scale import find_fold
 from qgraph.passes.moments import Moments, best_device
-from qgraph.passes.quantize_rtn import RoundedSource
+from qgraph.passes.rounded import RoundedSource, rounded
 from qgraph.passes.solved import SolvedSource, Transform
-from qgraph.passes.solver import Codes, Problem, Ranges, Scaling, Solver
+from qgraph.passes.solver import Problem
 from qgraph.passes.stage_walk import Stop
 from qgraph.plan import Decision, QuantPlan
 from qgraph.quant_tensor import BLOCK_BYTES, QuantSource
 from qgraph.recipe import Recipe
 from qgraph.sites import Site
-from qgraph.solver_names import needs_data, parts_of
+from qgraph.solver_names import needs_data
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,11 +69,16 @@ class _Draft:
     """One weight's rows as they are found, and the loss of them and of rounding."""
 
     site: Site
-    fmt: Format
+    nearest: RoundedSource
     pieces: list[QuantizedWeight] = dataclasses.field(default_factory=list)
     loss: float = 0.0
     rounding: float = 0.0
     words: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def fmt(self) -> Format:
+        """The weight's format."""
+        return self.nearest.format
 
     @property
     def ratio(self) -> float:
@@ -102,20 +106,15 @@ class StageSolver:
         """Every site's weight, never worse than rounding on its own loss."""
         if not float(self.moments.hessian.diagonal().sum()) > 0:
             why = "its input is zero on all calibration data"
-            return {site.name: solve_alone(site, self._decision(site), why) for site in sites}
+            return {site.name: solve_alone(site, self.plan[site.name], why) for site in sites}
         found: dict[str, Solution] = {}
         by_spec: dict[str, list[Site]] = {}
         for site in sites:
-            by_spec.setdefault(self._decision(site).solver or "", []).append(site)
+            by_spec.setdefault(self.plan[site.name].solver or "", []).append(site)
         for spec, members in by_spec.items():
             drafts = self._best(spec, members)
             found |= {site.name: self._judged(site, *drafts[site.name]) for site in members}
         return found
-
-    def _decision(self, site: Site) -> Decision:
-        decision = self.plan.of(site.name)
-        assert decision is not None and decision.format is not None
-        return decision
 
     def _best(
         self, spec: str, sites: Sequence[Site]
@@ -136,15 +135,9 @@ class StageSolver:
         order = None
         if solvers.codes is not None:
             order = solvers.codes.permutation(self.moments.transformed(scale, None))
-        try:
-            drafts = self._solve(solvers, sites, scale, order)
-        except OverflowError:  # float16 holds the plain weights' scales, but not the scaled ones'
-            if scale is None:
-                raise
-            drafts = {}
-        if scale is not None and not (drafts and all(d.ratio <= 1 for d in drafts.values())):
-            # A weight that would rather be rounded cannot leave the others' factors.
-            scale, word = None, "no channel factors: a weight was worse with them"
+        drafts, why = self._tried(solvers, sites, scale, order)
+        if why:
+            scale, word = None, f"no channel factors: {why}"
             drafts = self._solve(solvers, sites, None, order)
         transform = None
         if scale is not None or order is not None:
@@ -155,6 +148,24 @@ class StageSolver:
         for draft in drafts.values():
             draft.words += [word] if word else []
         return {name: (draft, transform) for name, draft in drafts.items()}
+
+    def _tried(
+        self,
+        solvers: Solvers,
+        sites: Sequence[Site],
+        scale: Tensor | None,
+        order: Tensor | None,
+    ) -> tuple[dict[str, _Draft], str]:
+        """The drafts, and why they are none with these channel factors."""
+        try:
+            drafts = self._solve(solvers, sites, scale, order)
+        except OverflowError:
+            if scale is None:
+                raise
+            return {}, "with them a scale does not fit its type"
+        # A weight that would rather be rounded cannot leave the others' factors.
+        good = scale is None or all(draft.ratio <= 1 for draft in drafts.values())
+        return drafts, "" if good else "a weight was worse with them"
 
     def _scale(self, solvers: Solvers, sites: Sequence[Site]) -> tuple[Tensor | None, str]:
         """Channel factors, found on a part of the rows where the weights are large."""
@@ -173,11 +184,12 @@ class StageSolver:
             rows = _rows(site, 0, site.n)[::step]
             added = self.stop.residuals.get(site.name)
             target = self._corrected(rows, None if added is None else added[::step])
-            fmt = parse(self._decision(site).format or "")
+            fmt = parse(self.plan[site.name].format or "")
             assert site.dtype is not None
             problems.append(Problem(target, rows, fmt, site.dtype, self.moments))
         ties = torch.from_numpy(fold.ties)
-        return solvers.scaling.scale(problems, solvers.ranges, ties)
+        scale, word = solvers.scaling.scale(problems, solvers.ranges, ties)
+        return (None if bool((scale == 1).all()) else scale), word  # no Mul by 1 in the graph
 
     def _corrected(self, rows: Tensor, added: Tensor | None) -> Tensor:
         """W + (W C + R) H⁻¹: least squares to the float outputs, and to the float sums."""
@@ -201,9 +213,7 @@ class StageSolver:
         moments = self.moments
         if scale is not None or order is not None:
             moments = moments.transformed(scale, order)
-        drafts = {
-            site.name: _Draft(site, parse(self._decision(site).format or "")) for site in sites
-        }
+        drafts = {site.name: _Draft(site, rounded(site, self.plan[site.name])) for site in sites}
         kinds = {(draft.fmt, draft.site.dtype): draft for draft in drafts.values()}
         for fmt, dtype in kinds:
             assert dtype is not None
@@ -235,7 +245,7 @@ class StageSolver:
             dtype,
             moments,
         )
-        rounding = [_round(d, start, stop) for d, start, stop in pieces]
+        rounding = [d.nearest.block(start, stop) for d, start, stop in pieces]
         found, word = solvers.solve(problem)
         before = _losses(target, QuantizedWeight.joined(rounding), fmt, self.moments)
         after = _losses(problem.weights, found, fmt, moments)
@@ -272,55 +282,10 @@ class StageSolver:
         assert site.weight is not None and site.dtype is not None
         words = [f"{spec}: loss {draft.ratio:.3f} of rounding's", *draft.words]
         if draft.ratio > 1:
-            nearest_source = rounded(site, self._decision(site))
-            return Solution(nearest_source, "rtn", ", ".join(words), "SOLVER_FELL_BACK")
+            return Solution(draft.nearest, "rtn", ", ".join(words), "SOLVER_FELL_BACK")
         found = QuantizedWeight.joined(draft.pieces)
         source = SolvedSource(site.weight, draft.fmt, site.dtype, found, transform)
         return Solution(source, spec, ", ".join(words))
-
-
-@dataclasses.dataclass(frozen=True)
-class Solvers:
-    """The steps of one composed solver; None where a step is that of rounding to nearest."""
-
-    scaling: Scaling | None
-    ranges: Ranges | None
-    codes: Codes | None
-
-    def solve(self, problem: Problem) -> tuple[QuantizedWeight, str]:
-        """Ranges, then codes; rounding where no codes are found, with a word on it."""
-        ranges = self.ranges.fit(problem) if self.ranges is not None else None
-        if self.codes is not None:
-            found = self.codes.solve(problem, ranges)
-            if found is not None:
-                return found
-            word = f"{self.codes.name} gave up: the Hessian does not factor at any damping"
-            return ranges or nearest(problem), word
-        return ranges or nearest(problem), ""
-
-
-def nearest(problem: Problem) -> QuantizedWeight:
-    """The problem's weights, rounded."""
-    return problem.fmt.quantize(problem.weights.cpu().numpy(), problem.dtype)
-
-
-def candidates(spec: str, *, with_data: bool) -> tuple[str, ...]:
-    """What is tried for a solver: itself, or what a choosing one (`auto`) chooses from."""
-    solver = registry.load("solver", parts_of(spec)[0])
-    if solver.role != "choice":
-        return (spec,)
-    found: tuple[str, ...] = solver().candidates(with_data)
-    return found
-
-
-def make(spec: str, recipe: Recipe) -> Solvers:
-    """The steps of a composed solver with the recipe's options."""
-    found: dict[str, Any] = {"scaling": None, "ranges": None, "codes": None}
-    for name in parts_of(spec):
-        kind: type[Solver] = registry.load("solver", name)
-        solver = recipe.configured(f"quantize_{name}", kind)
-        found[solver.role] = solver
-    return Solvers(**found)
 
 
 def solve_alone(
@@ -346,19 +311,6 @@ def solve_alone(
         pieces.append(solvers.solve(problem)[0])
     found = SolvedSource(site.weight, fmt, site.dtype, QuantizedWeight.joined(pieces))
     return Solution(found, spec, f"{spec}, without data")
-
-
-def rounded(site: Site, decision: Decision) -> RoundedSource:
-    """The site's weight rounded to nearest, block by block when it is read."""
-    if site.weight is None or site.dtype is None or decision.format is None:
-        raise InputError(f"{site.name}: its weight cannot be rounded")
-    return RoundedSource(site.weight, parse(decision.format), site.dtype)
-
-
-def _round(draft: _Draft, start: int, stop: int) -> QuantizedWeight:
-    site = draft.site
-    assert site.weight is not None and site.dtype is not None
-    return RoundedSource(site.weight, draft.fmt, site.dtype).block(start, stop)
 
 
 def _rows(site: Site, start: int, stop: int) -> Tensor:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.constants import release
 from qgraph.formats.base import Array, Format, Part, QuantizedWeight
-from qgraph.quant_tensor import Deviation, QuantSource
+from qgraph.passes.rounded import WeightSource
+from qgraph.quant_tensor import Deviation
 from qgraph.sites import Weight
 
 
@@ -48,7 +48,7 @@ class Transform:
         return stored if self.columns is None else stored / self.columns
 
 
-class SolvedSource(QuantSource):
+class SolvedSource(WeightSource):
     """Codes, scales and zero points as they were found; kept in the format's own layout."""
 
     def __init__(
@@ -59,11 +59,7 @@ class SolvedSource(QuantSource):
         found: QuantizedWeight | Mapping[Part, Array],
         transform: Transform | None = None,
     ) -> None:
-        self.weight = weight
-        self.format = fmt
-        self.n, self.k = weight.n, weight.k
-        self.scale_dtype = scale_dtype
-        self.name = weight.name
+        super().__init__(weight, fmt, scale_dtype)
         self.transform = transform or Transform()
         if isinstance(found, QuantizedWeight):
             found = fmt.pack(found, fmt.default_layout)
@@ -71,17 +67,22 @@ class SolvedSource(QuantSource):
 
     def block(self, start: int, stop: int) -> QuantizedWeight:
         """Rows `start:stop`."""
+        specs = self.parts(self.format.default_layout)
         parts: dict[Part, Array] = {
-            part: np.ascontiguousarray(data.reshape(self.n, -1)[start:stop])
+            part: np.ascontiguousarray(data[slice(*specs[part].slices(start, stop))])
             for part, data in self.packed.items()
         }
         return self.format.unpack(parts, stop - start, self.k, self.format.default_layout)
 
     def scaled(self, rows: Array) -> SolvedSource | None:
-        """The same codes with each row's scales times `rows` `[N]`; None where they overflow."""
+        """The same codes with each row's scales times `rows` `[N]`; None where they do not fit."""
+        if not self.format.free_scales:
+            return None
         whole = self.block(0, self.n)
-        scales = (whole.scales.astype(np.float32) * rows[:, None]).astype(whole.scales.dtype)
-        if not np.isfinite(scales).all() or ((scales == 0) & (whole.scales != 0)).any():
+        with np.errstate(over="ignore"):
+            scales = (whole.scales.astype(np.float32) * rows[:, None]).astype(whole.scales.dtype)
+        subnormal = np.abs(scales) < np.finfo(scales.dtype).smallest_normal
+        if not np.isfinite(scales).all() or (subnormal & (whole.scales != 0)).any():
             return None
         before = self.transform.rows
         transform = dataclasses.replace(
@@ -91,17 +92,11 @@ class SolvedSource(QuantSource):
         return SolvedSource(self.weight, self.format, self.scale_dtype, found, transform)
 
     def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:
-        """The codes must be those found; the error is that of the weight all the same."""
-        own = self.block(start, stop)
-        same = np.array_equal(own.codes, weight.codes) and np.array_equal(own.scales, weight.scales)
-        if own.zeros is not None and weight.zeros is not None:
-            same = same and np.array_equal(own.zeros, weight.zeros)
+        """The numbers must be those found; the error is that of the weight all the same."""
+        found = self.format.dequantize(weight)
+        same = np.array_equal(self.format.dequantize(self.block(start, stop)), found)
         rows = self.transform.apply(self.weight.rows(start, stop), start)
-        error = (rows - self.format.dequantize(weight)).reshape(-1)
+        error = (rows - found).reshape(-1)
         flat = rows.reshape(-1)
         worst = 0.0 if same else float("inf")
         return Deviation(worst, float(error @ error), float(flat @ flat))
-
-    def release(self) -> None:
-        """Let go of the mapped file, where the tensor holds it."""
-        release(self.weight.tensor)

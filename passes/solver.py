@@ -39,6 +39,10 @@ class Problem:
     moments: Moments | None
     importance: Tensor | None = None
 
+    def nearest(self) -> QuantizedWeight:
+        """`weights`, rounded."""
+        return self.fmt.quantize(self.weights.cpu().numpy(), self.dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Solver(ABC):

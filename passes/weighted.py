@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from qgraph.formats.base import Array, Format, QuantizedWeight
-from qgraph.passes.range_search import TILE, Loss, search
+from qgraph.passes.range_search import TILE, Loss, search, tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,11 +53,11 @@ def fit(rows: Tensor, curvature: Tensor, fmt: Format, dtype: ir.DataType) -> Qua
         return error.square_().mul_(exact).sum(-1)
 
     found = search(rows, fmt, dtype, loss, shrink=SHRINK)
-    for tile in _tiles(rows, TILE):
-        weights, fitted = rows[tile], _rows(found, tile)
+    for tile in tiles(rows, TILE):
+        weights, fitted = rows[tile], found.rows(tile)
         for _ in range(REFITS):
             fitted = _refitted(weights, fitted, counted, fmt)
-            best = _rows(found, tile)
+            best = found.rows(tile)
             gains = _losses(weights, fitted, loss, fmt) < _losses(weights, best, loss, fmt)
             _take(found, tile, fitted, gains, fmt)
     keep_better(rows, found, exact_loss, fmt, dtype)
@@ -75,16 +74,13 @@ def keep_better(
 ) -> None:
     """Go back to rounding to nearest, in place, in groups where that has less `loss`.
 
-    Also where a scale is subnormal: formats do not store those, their few bits spoil every code.
-
     Args:
         rows: float32 `[N, K]`. loss: see `range_search.Loss`. tile: weights at once.
     """
-    for part in _tiles(rows, tile):
-        own, mine = fmt.quantize(rows[part].cpu().numpy(), dtype), _rows(found, part)
+    for part in tiles(rows, tile):
+        own, mine = fmt.quantize(rows[part].cpu().numpy(), dtype), found.rows(part)
         less = _losses(rows[part], own, loss, fmt) < _losses(rows[part], mine, loss, fmt)
-        subnormal = np.abs(mine.scales) < np.finfo(mine.scales.dtype).smallest_normal
-        _take(found, part, own, less | subnormal, fmt)
+        _take(found, part, own, less, fmt)
 
 
 def _refitted(
@@ -137,17 +133,6 @@ def _shown(array: Array, like: Tensor) -> Tensor:
     import torch
 
     return torch.from_numpy(array.astype(np.float32)).to(like.device)
-
-
-def _tiles(rows: Tensor, size: int) -> Iterator[slice]:
-    """Slices of rows that hold at most `size` weights each, or one row."""
-    step = max(1, size // rows.shape[1])
-    return (slice(at, at + step) for at in range(0, len(rows), step))
-
-
-def _rows(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
-    zeros = None if weight.zeros is None else weight.zeros[rows]
-    return QuantizedWeight(weight.codes[rows], weight.scales[rows], zeros)
 
 
 def _take(

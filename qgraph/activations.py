@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from qgraph.errors import InputError
 
-LIMIT = 1 << 30
+LIMIT = 640 << 20
 """Bytes that stay in memory where nothing else is asked for."""
 
 _Array = NDArray[Any]

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from qgraph import registry
 from qgraph.constants import open_array, release
 from qgraph.errors import InputError
-from qgraph.formats.base import GROUPS, PARTS, Array, Format, Part, QuantizedWeight
+from qgraph.formats.base import GROUPS, PARTS, Array, Format, Part, QuantizedWeight, named
 from qgraph.qdq_weight import SIGNED, UNSIGNED, NoGrid, QdqWeight, locate, read_all
 from qgraph.quant_tensor import Deviation, QuantSource, QuantTensor
 from qgraph.sites import Refusal, Site
@@ -105,17 +105,27 @@ class StoredSource(AdoptedSource):
     """A weight that an earlier run packed for `qgraph::Dequantize…`."""
 
     def __init__(
-        self, parts: dict[Part, ir.TensorProtocol], fmt: Format, n: int, k: int, name: str
+        self,
+        parts: dict[Part, ir.TensorProtocol],
+        fmt: Format,
+        n: int,
+        k: int,
+        scale_dtype: ir.DataType,
+        name: str,
     ) -> None:
         self.stored, self.format = parts, fmt
         self.n, self.k, self.name = n, k, name
-        self.scale_dtype = parts["scales"].dtype
+        self.scale_dtype = scale_dtype
         self.key = tuple(id(tensor) for tensor in parts.values())
         self.stored_bytes = sum(tensor.nbytes for tensor in parts.values())
 
     def block(self, start: int, stop: int) -> QuantizedWeight:
         """Rows `start:stop`, unpacked from the stored parts."""
-        rows = {part: open_array(tensor)[start:stop] for part, tensor in self.stored.items()}
+        specs = self.parts(self.format.default_layout)
+        rows = {
+            part: open_array(tensor)[slice(*specs[part].slices(start, stop))]
+            for part, tensor in self.stored.items()
+        }
         return self.format.unpack(rows, stop - start, self.k, self.format.default_layout)
 
     def release(self) -> None:
@@ -173,28 +183,27 @@ def _from_dequantize(site: Site, node: ir.Node) -> AdoptedSource | Refusal:
     if isinstance(tensor, QuantTensor):
         assert isinstance(tensor.source, AdoptedSource)
         return tensor.source
-    name = node.op_type.removeprefix("Dequantize").removesuffix("V1").lower()
-    if name not in registry.names("format"):
+    fmt = named(node.op_type)
+    if fmt is None:
         return Refusal("WEIGHT_TYPE", f"{node.op_type} is no format of this version")
-    fmt: Format = registry.load("format", name)
     n, count, width = (int(d) for d in tensor.shape.numpy())
-    block = width * 8 // fmt.bits
-    group = block if block in GROUPS else 0
-    if not group and count > 1:
-        return Refusal("BLOCK_UNSUPPORTED", f"blocks of {block}")
     k = node.attributes.get_int("k", 0)
-    fmt = dataclasses.replace(fmt, group=group)
-    name = site.weight_name.removesuffix(".codes")
-    source = StoredSource(parts, fmt, n, k, name)
+    if "group" in fmt.options:
+        block = width * 8 // fmt.bits
+        group = block if block in GROUPS else 0
+        if not group and count > 1:
+            return Refusal("BLOCK_UNSUPPORTED", f"blocks of {block}")
+        fmt = dataclasses.replace(fmt, group=group)
+    dtype = ir.DataType(node.attributes.get_int("dtype", parts["scales"].dtype.value))
     try:
-        wanted = source.parts(fmt.default_layout)
+        wanted = fmt.parts(n, k, dtype, fmt.default_layout)
     except InputError as error:
         return Refusal("WEIGHT_TYPE", str(error))
-    if any(wanted[p].shape != tuple(parts[p].shape.numpy()) for p in wanted if p in parts) or (
-        wanted.keys() != parts.keys()
-    ):
+    found = [(tuple(tensor.shape.numpy()), tensor.dtype) for tensor in parts.values()]
+    if found != [(spec.shape, spec.dtype) for spec in wanted.values()]:
         return Refusal("WEIGHT_TYPE", f"the parts of {node.name} do not fit [{n}, {k}]")
-    return source
+    stored = dict(zip(wanted, parts.values(), strict=True))
+    return StoredSource(stored, fmt, n, k, dtype, site.weight_name.removesuffix(".codes"))
 
 
 def _from_dequantize_linear(site: Site, node: ir.Node) -> AdoptedSource | Refusal:

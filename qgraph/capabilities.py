@@ -11,6 +11,10 @@ Origin = Literal["installed", "predicted"]
 MATMUL_NBITS = "com.microsoft::MatMulNBits"
 GATHER_BLOCK_QUANTIZED = "com.microsoft::GatherBlockQuantized"
 DEQUANTIZE_LINEAR = "ai.onnx::DequantizeLinear"
+MATMUL_BNB4 = "com.microsoft::MatMulBnb4"
+MATMUL_FP8 = "com.microsoft::MatMulBlockQuantizedFp8Weight"
+MATMUL_FP4 = "com.microsoft::MatMulBlockQuantizedFp4Weight"
+INTEGERS = ("int", "uint")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +28,8 @@ class KernelRule:
     remark: the reason code that a site of this kernel carries, where it works at a cost.
     fallback: a general kernel behind faster ones that take fewer sites.
     self_test: measures on this machine whether the kernel honours (level, bits, block, dtype).
+    by_rows: says which code runs at which number of rows M of the activation.
+    numbers: the kinds of number that the codes may be, as formats name them.
     """
 
     op: str
@@ -41,7 +47,12 @@ class KernelRule:
     note: str = ""
     remark: str | None = None
     fallback: bool = False
+    numbers: tuple[str, ...] = INTEGERS
     self_test: Callable[[int, int, int, str], bool] | None = dataclasses.field(
+        default=None, compare=False, repr=False
+    )
+
+    by_rows: Callable[[Query], str] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
 
@@ -66,6 +77,7 @@ class Query:
     symmetric: bool = True
     n: int = 0
     k: int = 0
+    numbers: str = "int"
     allow_slow: bool = dataclasses.field(default=False, compare=False)
 
 
@@ -93,11 +105,19 @@ class Capabilities:
     runtime: str
     rules: tuple[KernelRule, ...]
 
+    def ops(self, numbers: str) -> tuple[str, ...]:
+        """The operators with kernels for codes of a kind, in the order of preference."""
+        return tuple(dict.fromkeys(r.op for r in self.rules if numbers in r.numbers))
+
     def ask(self, query: Query) -> Answer:
         """The first rule that takes `query`, else what all of the nearest ones refuse."""
         rules = [rule for rule in self.rules if rule.op == query.op]
         if not rules:
             return Answer(None, "NO_FUSED_KERNEL", f"{self.runtime} has no kernel for {query.op}")
+        rules = [rule for rule in rules if query.numbers in rule.numbers]
+        if not rules:
+            detail = f"{self.runtime} has no kernel for {query.numbers} codes"
+            return Answer(None, "NO_FUSED_KERNEL", detail)
         for code, takes, refusal in _CRITERIA:
             left = [rule for rule in rules if takes(rule, query)]
             if not left:
@@ -107,7 +127,11 @@ class Capabilities:
         taken = rules[0]
         if not taken.fallback:
             return Answer(taken, taken.remark, taken.note)
-        faster = [r for r in self.rules if r.op == query.op and query.bits in r.bits]
+        faster = [
+            r
+            for r in self.rules
+            if r.op == query.op and query.bits in r.bits and query.numbers in r.numbers
+        ]
         slower, why = _first_failure(faster[: faster.index(taken)], query)
         return Answer(taken, slower or taken.remark, f"{taken.note}: {why}" if why else taken.note)
 

@@ -16,7 +16,14 @@ from typing import TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.capabilities import DEQUANTIZE_LINEAR, GATHER_BLOCK_QUANTIZED, MATMUL_NBITS
+from qgraph.capabilities import (
+    DEQUANTIZE_LINEAR,
+    GATHER_BLOCK_QUANTIZED,
+    MATMUL_BNB4,
+    MATMUL_FP4,
+    MATMUL_FP8,
+    MATMUL_NBITS,
+)
 from qgraph.check_kernels import KernelKey, Kind, Probe, Run, Verdict, check_kernel
 from qgraph.formats.base import Part
 from qgraph.progress import Progress, Silent
@@ -138,16 +145,19 @@ def _advancing(results: Iterable[_T], progress: Progress, done: int = 0) -> Iter
 
 @dataclasses.dataclass(frozen=True)
 class _Op:
-    """How an operator reads a quantized weight: the input indices of codes, scales and zeros."""
+    """How an operator reads a quantized weight: the input indices of codes, scales and more."""
 
     kind: Kind
-    inputs: tuple[int, int, int]
+    inputs: tuple[int, ...]
     x: int | None = None
     bias: int | None = None
 
 
 _OPS = {
     MATMUL_NBITS: _Op("linear", (1, 2, 3), x=0, bias=5),
+    MATMUL_BNB4: _Op("linear", (1, 2), x=0),
+    MATMUL_FP8: _Op("linear", (1, 2), x=0, bias=4),
+    MATMUL_FP4: _Op("linear", (1, 2, 3), x=0, bias=5),
     GATHER_BLOCK_QUANTIZED: _Op("gather", (0, 2, 3), x=1),
     DEQUANTIZE_LINEAR: _Op("dequantize", (0, 1, 2)),
 }
@@ -164,7 +174,7 @@ def _probes(model: ir.Model, data: WrittenData) -> Iterator[Probe]:
         for node in graph:
             op = _op_of(node)
             found = _parts(node, op) if op is not None else {}
-            if op is not None and found:
+            if op is not None and any(part == "codes" for part, _, _ in found.values()):
                 yield _probe(node, op, found, data)
 
 
@@ -207,6 +217,7 @@ def _probe(
         np.dtype(source.scale_dtype.numpy()).name,
         node.attributes.get_int("accuracy_level", 0),
         op.bias is not None and len(node.inputs) > op.bias and node.inputs[op.bias] is not None,
+        source.format.numbers,
     )
     sites = tuple(_readers(node)) if op.kind == "dequantize" else (node.name or "",)
     positions = {index: part for index, (part, _, _) in found.items()}

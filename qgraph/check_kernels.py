@@ -17,6 +17,7 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from qgraph.capabilities import INTEGERS
 from qgraph.errors import QGraphError
 from qgraph.formats.base import Array, Part
 from qgraph.stored_weight import StoredWeight, read_bytes
@@ -46,6 +47,7 @@ class KernelKey:
 
     op: the operator with its domain. dtype: numpy's name of the activation type.
     level: accuracy level, 0 where the kernel has none. bias: whether the kernel adds one.
+    numbers: the kind of number that the codes are, as the format names it.
     """
 
     op: str
@@ -57,9 +59,11 @@ class KernelKey:
     dtype: str
     level: int = 0
     bias: bool = False
+    numbers: str = "int"
 
     def __str__(self) -> str:
-        words = [self.op.rpartition("::")[2], f"[{self.n}, {self.k}]", f"bits={self.bits}"]
+        codes = f"bits={self.bits}" if self.numbers in INTEGERS else self.numbers
+        words = [self.op.rpartition("::")[2], f"[{self.n}, {self.k}]", codes]
         words += [f"block={self.block or 'row'}", "" if self.symmetric else "asymmetric"]
         words += [self.dtype, f"level={self.level}" if self.level else ""]
         return " ".join(word for word in [*words, "bias" if self.bias else ""] if word)
@@ -290,9 +294,10 @@ def _stored(probe: Probe, part: Part) -> ir.Value:
     """An initializer whose bytes are those stored; only the first rows where that is enough."""
     stored = probe.weight.parts[part]
     shape, length = list(stored.shape.numpy()), stored.nbytes
-    if probe.kind == "dequantize":
-        shape[0] = _dequantized_rows(probe)
-        length = probe.weight.raw(part, 0, shape[0]).nbytes
+    if probe.kind == "dequantize" and shape:
+        rows = _dequantized_rows(probe)
+        shape[0] = probe.weight.source.parts(probe.weight.layout)[part].slices(0, rows)[1]
+        length = probe.weight.raw(part, 0, rows).nbytes
     tensor: ir.TensorProtocol
     if isinstance(stored, ir.ExternalTensor):
         tensor = ir.ExternalTensor(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from qgraph import registry
+from qgraph.capturing import Source, runnable
 from qgraph.comparison import Comparison
 from qgraph.graph import Graph
 from qgraph.paired import Pair
@@ -21,8 +21,6 @@ from qgraph.site_errors import with_sites
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
-
-Source = str | os.PathLike[str] | ir.Model | Graph
 
 
 def compare(
@@ -46,7 +44,7 @@ def compare(
     of every output. Logits of one sample at a time are in memory, in both models' sessions.
 
     Args:
-        reference: a path or a graph.
+        reference: a path, a graph, or what else `capture` takes without an example.
         candidate: what is measured against it.
         data: a .npz or .jsonl file, an array of token ids `[samples, T]`, or an iterable of
             feeds (arrays by input name, with a leading batch axis).
@@ -66,7 +64,9 @@ def compare(
     given = given_samples(data, text, tokenizer, samples, sequence)
     runtime: Runtime = registry.load("target", target)
     steps.stage("loading the models")
-    pair = Pair(runtime, _title(reference), _title(candidate), _model(reference), _model(candidate))
+    pair = Pair(
+        runtime, _title(reference), _title(candidate), runnable(reference), runnable(candidate)
+    )
     run = Scoring(pair, llama_cpp)
     run.check_tokenizer(given.vocabulary)
     steps.stage("comparing", total=given.expected or samples)
@@ -85,13 +85,9 @@ def compare(
     return found
 
 
-def _model(source: Source) -> Path | ir.Model:
-    if isinstance(source, Graph):
-        return source.model
-    return source if isinstance(source, ir.Model) else Path(source)
-
-
 def _title(source: Source) -> str:
     if isinstance(source, Graph):
         return source.source.name if source.source is not None else _title(source.model)
-    return (source.graph.name or "graph") if isinstance(source, ir.Model) else os.fspath(source)
+    if isinstance(source, ir.Model):
+        return source.graph.name or "graph"
+    return os.fspath(source) if isinstance(source, str | os.PathLike) else type(source).__name__

@@ -21,7 +21,7 @@ from qgraph.out_file import OutFile
 from qgraph.quant_tensor import QuantTensor
 
 INLINE_BYTES = 1024
-"""Smaller tensors stay inside the .onnx."""
+"""Tensors of up to this size stay inside the .onnx: tables of 256 floats are among them."""
 INLINE_SHAPE_BYTES = 65_536
 """So do integers of rank 0 and 1 of up to this size: shape inference reads them."""
 PAGE_BYTES = 4096
@@ -142,7 +142,7 @@ class Plan:
 
 def stays_inline(tensor: ir.TensorProtocol) -> bool:
     """Whether the .onnx holds the tensor itself."""
-    if tensor.nbytes < INLINE_BYTES:
+    if tensor.nbytes <= INLINE_BYTES:
         return True
     integer = tensor.dtype in (ir.DataType.INT32, ir.DataType.INT64)
     return integer and len(tensor.shape) <= 1 and tensor.nbytes <= INLINE_SHAPE_BYTES

@@ -70,8 +70,11 @@ class Rows(Unit):
         for layout, slots in self.layouts.items():
             packed = source.format.pack(weight, layout)
             for part, slot in slots.items():
-                start = row_offset(slot, source.n, self.rows.start)
-                length = row_offset(slot, source.n, self.rows.stop) - start
+                spec = source.parts(layout)[part]
+                if self.rows.start and not spec.rows:
+                    continue  # a part of the whole weight came with the first rows
+                start, stop = spec.span(self.rows.start, self.rows.stop)
+                length = stop - start
                 if packed[part].nbytes != length:
                     raise ValueError(
                         f"{source.format.spell()} packs rows {self.rows} of {source.name} into "
@@ -170,11 +173,6 @@ def units(plan: Plan) -> Iterator[Unit]:
             yield from _copy_units(slot.tensor, slot)
         else:
             yield Memory(slot.extent.length, slot)
-
-
-def row_offset(slot: Slot, n: int, row: int) -> int:
-    """The byte at which `row` of a part `[n, …]` starts; for row n, the part's length."""
-    return -(-slot.tensor.size // n * row * slot.tensor.dtype.bitwidth // 8)
 
 
 def _row_units(source: QuantSource, slots: list[Slot]) -> Iterator[Rows]:

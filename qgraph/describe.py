@@ -15,8 +15,9 @@ from qgraph.errors import InputError
 from qgraph.explanation import Explanation, LevelProof, ProfileRow, SiteRow
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
-from qgraph.kernel_choice import PORTABLE, query_of, spell_kernel
-from qgraph.plan import Decision, make_plan
+from qgraph.kernel_choice import PORTABLE, format_of, query_of, spell_kernel
+from qgraph.plan import Decision
+from qgraph.planning import make_plan
 from qgraph.recipe import Recipe
 from qgraph.report import REASONS
 from qgraph.scopes import nodes
@@ -152,13 +153,14 @@ def _fused(row: SiteRow, site: Site, capabilities: Capabilities) -> SiteRow:
         remark, note = "FLOAT_ZERO_POINT_IS_SLOW", "its zero points are floats"
     return dataclasses.replace(
         row,
-        format=row.format or f"{'int' if query.symmetric else 'uint'}{query.bits}",
+        format=row.format or format_of(query).partition(":")[0],
         bits=query.bits,
         group=group,
         block=query.block,
         level=query.level if site.op == "MatMulNBits" else None,
         kernel=spell_kernel(query),
         provider=capabilities.provider,
+        by_rows=rule.by_rows(query) if rule is not None and rule.by_rows is not None else "",
         origin=rule.origin if rule is not None else "predicted",
         reason=row.reason or remark,
         detail=row.detail or note,

@@ -7,7 +7,6 @@ Whoever explains fills the rows (a plan, a file, or a file and the profile of a 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -15,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qgraph.capabilities import Origin
 from qgraph.coverage import LINEAR_ROLES, Coverage
-from qgraph.errors import InputError
-from qgraph.registry import did_you_mean
 from qgraph.report import REASONS, Step
+from qgraph.selectors import Selector, check, layer_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +35,7 @@ class SiteRow:
     op: the op that the site had when it came in; op_now: the one it has now, with its domain.
     group: weights per scale along K, 0 for the whole row; block: the kernel's own.
     kernel: spelled with its parameters; provider: the execution provider that takes it.
+    by_rows: which code of that kernel runs at which number of rows M of the activation.
     error: relative weight error ‖W − Ŵ‖/‖W‖ (Frobenius). bytes: as floats, and as stored.
     """
 
@@ -65,6 +64,12 @@ class SiteRow:
     packed_bytes: int = 0
     steps: tuple[Step, ...] = ()
     module: str = ""
+    by_rows: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which users know the site: node, weight, and the module it came from."""
+        return tuple(name for name in (self.name, self.weight, self.module) if name)
 
     @property
     def quantized(self) -> bool:
@@ -110,6 +115,7 @@ class KernelRow:
     origin: str
     sites: int
     microseconds: float | None = None
+    by_rows: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,20 +146,15 @@ class Explanation:
     proofs: tuple[LevelProof, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def select(self, glob: str) -> tuple[SiteRow, ...]:
-        """The sites whose node, weight or module name matches `glob`.
+    def select(self, selector: str) -> tuple[SiteRow, ...]:
+        """The sites that a selector names, see `qgraph.selectors`.
 
         Raises:
-            InputError: none does; the message gives the nearest names.
+            InputError: it names none; the message gives the nearest names.
         """
-        found = tuple(row for row in self.sites if _matches(row, glob))
-        if not found:
-            known = [name for row in self.sites for name in _names(row)]
-            raise InputError(
-                f"--node {glob!r} matches none of {len(self.sites)} sites"
-                f"{did_you_mean(glob.strip('*'), known)}"
-            )
-        return found
+        check([selector], self.sites)
+        layers = layer_count(self.sites)
+        return tuple(row for row in self.sites if Selector(selector).matches(row, layers))
 
     @functools.cached_property
     def times(self) -> dict[str, float]:
@@ -185,15 +186,23 @@ class Explanation:
     def kernels(self) -> tuple[KernelRow, ...]:
         """The kernels in use, the most frequent first."""
         times, ran = self.times, {row.node: row.provider for row in self.profile}
-        found: dict[tuple[str, str, str], list[str]] = {}
+        found: dict[tuple[str, str, str, str], list[str]] = {}
         for row in self.sites:
             if row.kernel:
                 provider = ran.get(row.name, row.provider or "")
                 origin = "ran" if row.name in ran else str(row.origin)
-                found.setdefault((row.kernel, provider, origin), []).append(row.name)
+                key = (row.kernel, provider, origin, row.by_rows)
+                found.setdefault(key, []).append(row.name)
         rows = [
-            KernelRow(*key, len(names), _sum(times, names) if self.profile else None)
-            for key, names in found.items()
+            KernelRow(
+                kernel,
+                provider,
+                origin,
+                len(names),
+                _sum(times, names) if self.profile else None,
+                by_rows,
+            )
+            for (kernel, provider, origin, by_rows), names in found.items()
         ]
         return tuple(sorted(rows, key=lambda row: -row.sites))
 
@@ -277,14 +286,6 @@ class Explanation:
             render(self, console)
         else:
             render_sites(self, self.select(node), console)
-
-
-def _names(row: SiteRow) -> list[str]:
-    return [name for name in (row.name, row.weight, row.module) if name]
-
-
-def _matches(row: SiteRow, glob: str) -> bool:
-    return any(name == glob or fnmatch.fnmatchcase(name, glob) for name in _names(row))
 
 
 def _sum(times: Mapping[str, float], names: list[str]) -> float:

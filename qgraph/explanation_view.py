@@ -117,6 +117,9 @@ def render_kernels(explanation: Explanation, console: Console) -> None:
     if rows:
         _heading(console, "kernels")
         print_table(console, header, rows, "rllrr")
+    for row in explanation.kernels:
+        if row.by_rows:
+            print_line(console, f"{row.kernel}, by rows of the activation: {row.by_rows}")
 
 
 def _milliseconds(microseconds: float, total: float) -> list[str]:

@@ -20,12 +20,14 @@ class Graph:
     source: the file it was captured from; saving never touches it.
     notes: what capture changed and what it could not do, one sentence each.
     overridden: weights that were also graph inputs, by name.
+    inputs: files that it was made from besides; saving never touches them either.
     """
 
     model: ir.Model
     source: Path | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     overridden: frozenset[str] = frozenset()
+    inputs: tuple[Path, ...] = ()
 
     @property
     def files(self) -> list[Path]:
@@ -37,7 +39,7 @@ class Graph:
             if isinstance(value.const_value, ir.ExternalTensor)
         }
         sources = [] if self.source is None else [Path(self.source)]
-        return sorted({*sources, *map(Path, found)})
+        return sorted({*sources, *self.inputs, *map(Path, found)})
 
     def sites(self) -> list[Site]:
         """Every place where a weight is used, in graph order."""

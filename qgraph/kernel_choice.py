@@ -8,16 +8,22 @@ from collections.abc import Iterator
 from qgraph.capabilities import (
     DEQUANTIZE_LINEAR,
     GATHER_BLOCK_QUANTIZED,
+    INTEGERS,
+    MATMUL_BNB4,
+    MATMUL_FP4,
+    MATMUL_FP8,
     MATMUL_NBITS,
     Answer,
     Capabilities,
     Query,
 )
-from qgraph.formats.base import Format
+from qgraph.formats.base import Format, Layout
 from qgraph.sites import Site
 
 SMALLEST_AUTO_GROUP = 32
 """Groups chosen here are not made smaller than this to divide K."""
+BNB4_TYPES = {"fp4": 0, "nf4": 1}
+"""MatMulBnb4's attribute `quant_type`."""
 PORTABLE = "portable"
 """The kernel of a site that is dequantized block by block in standard operators."""
 
@@ -50,16 +56,18 @@ def best_kernel(
     fmt: Format,
     accuracy_level: str,
     banned: frozenset[Query] = frozenset(),
+    prefer: str = "speed",
 ) -> tuple[Answer, Query]:
     """The first kernel that takes the site, in the order of preference, and its parameters.
 
     Level 4 (int8 activations) first, at the format's own block, then at smaller blocks with
     repeated scales; then level 0. Kernels that are much slower than float are taken only where
-    level 0 is asked for.
+    level 0 is asked for. Formats that are no integers are asked for as such where the target has
+    an op for them; else, where `prefer` is `speed`, as the integers that they can be written as.
     """
     wanted: Query | None = None
     first: Answer | None = None
-    for query in _candidates(capabilities, site, fmt, accuracy_level):
+    for query in _candidates(capabilities, site, fmt, accuracy_level, prefer):
         wanted = wanted or query
         if query in banned:
             continue
@@ -76,28 +84,88 @@ def best_kernel(
 
 
 def _candidates(
-    capabilities: Capabilities, site: Site, fmt: Format, accuracy_level: str
+    capabilities: Capabilities, site: Site, fmt: Format, accuracy_level: str, prefer: str
 ) -> Iterator[Query]:
     assert site.dtype is not None
-    dtype = "float32" if site.dtype.name == "FLOAT" else site.dtype.name.lower()
-    op = MATMUL_NBITS if site.role != "embedding" else GATHER_BLOCK_QUANTIZED
-    base = Query(op, dtype, fmt.bits, fmt.group, 0, fmt.symmetric, site.n, site.k)
-    if capabilities.target == "qdq":
-        yield dataclasses.replace(base, op=DEQUANTIZE_LINEAR)
-        return
     embedding = site.role == "embedding"
+    dtype = "float32" if site.dtype.name == "FLOAT" else site.dtype.name.lower()
+    fused = GATHER_BLOCK_QUANTIZED if embedding else MATMUL_NBITS
+    own = Query(
+        fused, dtype, fmt.bits, fmt.group, 0, fmt.symmetric, site.n, site.k, numbers=fmt.numbers
+    )
+    if capabilities.target == "qdq":
+        yield dataclasses.replace(own, op=DEQUANTIZE_LINEAR)
+        return
+    integers = fmt.as_integers
+    plain = integers is not None and integers[0] == "blocks"
+    if not plain:
+        ops = [op for op in capabilities.ops(fmt.numbers) if op in _OF_LINEARS and not embedding]
+        yield from (dataclasses.replace(own, op=op) for op in ops)
+        if integers is None or prefer != "speed" or dtype != "float32":
+            yield from [] if ops else [own]  # for the reason why not
+            return
+    assert integers is not None
+    own = dataclasses.replace(own, bits=integers[1], numbers=fmt.numbers if plain else "int")
     levels = (0,) if embedding else {"auto": (4, 0), "0": (0,), "4": (4,)}[accuracy_level]
-    slow = not embedding and accuracy_level == "0"
+    slow = not embedding and accuracy_level == "0" and plain
     for level in levels:
-        for block in blocks_of(fmt):
-            yield dataclasses.replace(base, block=block, level=level, allow_slow=slow)
+        for block in blocks_of(fmt) if plain else (fmt.group,):
+            yield dataclasses.replace(own, block=block, level=level, allow_slow=slow)
+
+
+_OF_LINEARS = (MATMUL_BNB4, MATMUL_FP8, MATMUL_FP4, DEQUANTIZE_LINEAR)
+"""Ops that can stand for a linear, apart from those of integers. An embedding's DequantizeLinear
+would dequantize the whole table for a few rows."""
+
+
+def layout_of(fmt: Format, query: Query) -> Layout:
+    """How the parts of a weight lie for the kernel of `query`."""
+    if query.op == DEQUANTIZE_LINEAR:
+        return Layout("qdq")
+    if query.op == MATMUL_BNB4:
+        return Layout("flat")
+    if query.op in (MATMUL_FP8, MATMUL_FP4):
+        return Layout("own")
+    integers = fmt.as_integers
+    if query.op in (MATMUL_NBITS, GATHER_BLOCK_QUANTIZED) and integers is not None:
+        return Layout(integers[0], query.block)
+    return fmt.default_layout
+
+
+_BLOCK_QUANTIZED = {
+    "MatMulBlockQuantizedFp8Weight": (MATMUL_FP8, 8, "e4m3", 0),
+    "MatMulBlockQuantizedFp4Weight": (MATMUL_FP4, 4, "nvfp4", 16),
+}
+"""Ops of one format each: their bits, kind of number and block as that format has them."""
+
+
+def is_portable(unfused: str, fmt: Format) -> bool:
+    """Whether a weight that no kernel takes is dequantized block by block, by `Recipe.unfused`.
+
+    Left to qgraph (`auto`), formats that are no integers are: who asks for one wants it, and
+    few targets have kernels.
+    """
+    return unfused == PORTABLE or (unfused == "auto" and fmt.numbers not in INTEGERS)
 
 
 def spell_kernel(query: Query) -> str:
-    """`MatMulNBits bits=4 block=128 level=4`."""
+    """`MatMulNBits bits=4 block=128 level=4`, `MatMulBnb4 nf4 block=64`."""
     name = query.op.partition("::")[2]
     level = f" level={query.level}" if query.op == MATMUL_NBITS else ""
-    return f"{name} bits={query.bits} block={query.block}{level}"
+    codes = f"bits={query.bits}" if query.numbers in INTEGERS else query.numbers
+    block = f" block={query.block}" if query.block or query.numbers in INTEGERS else ""
+    return f"{name} {codes}{block}{level}"
+
+
+def format_of(query: Query) -> str:
+    """The format that the kernel of `query` reads, spelled."""
+    if query.op in (MATMUL_FP8, MATMUL_FP4):
+        return "nvfp4" if query.op == MATMUL_FP4 else "fp8-e4m3"
+    if query.numbers in BNB4_TYPES:
+        return f"{query.numbers}:group={query.block}"
+    floats = ",zero=float" if query.numbers == "uint-float" else ""
+    kind = "int" if query.symmetric else "uint"
+    return f"{kind}{query.bits}:group={query.block}{floats}"
 
 
 def kernel_of(site: Site) -> str:
@@ -108,10 +176,18 @@ def kernel_of(site: Site) -> str:
 def query_of(site: Site) -> Query:
     """The kernel that a fused site runs, as the question that a plan asks."""
     attributes = site.node.attributes
-    zeros = site.node.inputs[3] if len(site.node.inputs) > 3 else None
     dtype = (
         "float32" if site.dtype is None or site.dtype.name == "FLOAT" else site.dtype.name.lower()
     )
+    if site.op in _BLOCK_QUANTIZED:
+        op, bits, numbers, block = _BLOCK_QUANTIZED[site.op]
+        return Query(op, dtype, bits, block, n=site.n, k=site.k, numbers=numbers)
+    if site.op == "MatMulBnb4":
+        numbers = "nf4" if attributes.get_int("quant_type", 1) == BNB4_TYPES["nf4"] else "fp4"
+        block = attributes.get_int("block_size", 64)
+        return Query(MATMUL_BNB4, dtype, 4, block, n=site.n, k=site.k, numbers=numbers)
+    zeros = site.node.inputs[3] if len(site.node.inputs) > 3 else None
+    floats = zeros is not None and zeros.dtype is not None and zeros.dtype.is_floating_point()
     return Query(
         GATHER_BLOCK_QUANTIZED if site.role == "embedding" else MATMUL_NBITS,
         dtype,
@@ -121,4 +197,5 @@ def query_of(site: Site) -> Query:
         zeros is None,
         site.n,
         site.k,
+        numbers="int" if zeros is None else "uint-float" if floats else "uint",
     )

@@ -18,11 +18,12 @@ from qgraph.capabilities import Capabilities, Query
 from qgraph.capturing import METADATA_KEY, Source, capture
 from qgraph.errors import CoverageError, InputError, MissingExtra, NumericError
 from qgraph.graph import Graph
-from qgraph.kernel_choice import PORTABLE, query_of
+from qgraph.kernel_choice import query_of
 from qgraph.passes.base import Context, Findings, Pass
-from qgraph.plan import UNSOLVED, Decision, QuantPlan, make_plan, require_known_options
+from qgraph.plan import UNSOLVED, Decision, QuantPlan
+from qgraph.planning import make_plan, require_known_options
 from qgraph.progress import Progress
-from qgraph.recipe import Recipe
+from qgraph.recipe import FLOAT, Recipe
 from qgraph.report import SCHEMA, Report, Step
 from qgraph.run_notes import (
     check_paths,
@@ -45,11 +46,12 @@ if TYPE_CHECKING:
 
 LOST = 0.9
 """A relative weight error above this: nothing of the weight is left (2 bits leave 0.3 to 0.7)."""
-_LOWERINGS: dict[str, tuple[str, ...]] = {
-    "ort-cpu": ("lower_matmul_nbits", "lower_gather_block_quantized"),
-    "ort-cuda": ("lower_matmul_nbits", "lower_gather_block_quantized"),
-    "qdq": ("lower_qdq",),
-}
+_LOWERINGS: dict[str, tuple[str, ...]] = {"qdq": ("lower_qdq",)}
+_FUSED = (
+    "lower_matmul_nbits", "lower_matmul_bnb4", "lower_matmul_block_quantized",
+    "lower_gather_block_quantized", "lower_qdq",
+)  # fmt: skip
+"""The lowerings of all other targets: torch reads the ops of ONNX Runtime."""
 
 
 @dataclasses.dataclass
@@ -199,8 +201,8 @@ class Run:
         self, graph: Graph, plan: QuantPlan, capabilities: Capabilities
     ) -> tuple[Graph, QuantPlan]:
         """The rewritten graph; sites that no kernel takes after all go back to float."""
-        lowerings = list(_LOWERINGS[self.target])
-        if self.recipe.unfused == PORTABLE and self.target != "qdq":
+        lowerings = list(_LOWERINGS.get(self.target, _FUSED))
+        if self.recipe.unfused != FLOAT and self.target != "qdq":
             lowerings.append("lower_portable")
         plan = plan.refusing({k: v for k, v in self.forced.items() if plan.of(k)})
         while True:

@@ -10,13 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import onnx_ir as ir
-
 from qgraph import registry
 from qgraph.calibration import CalibrationData
-from qgraph.capturing import Source, capture, read_metadata
+from qgraph.capturing import Source, capture, read_metadata, runnable
 from qgraph.errors import InputError
-from qgraph.graph import Graph
 from qgraph.optimizing import Result, Run
 from qgraph.progress import Progress, Silent
 from qgraph.recipe import Override, Recipe
@@ -40,9 +37,7 @@ def open(model: Source, target: str = "ort-cpu") -> Session:  # noqa: A001
         MissingExtra: the runtime is not installed.
     """
     runtime: Runtime = registry.load("target", target)
-    if isinstance(model, Graph):
-        return runtime.open(model.model)
-    return runtime.open(model if isinstance(model, ir.Model) else Path(model))
+    return runtime.open(runnable(model))
 
 
 def optimize(
@@ -66,6 +61,7 @@ def optimize(
     samples: int = 64,
     sequence: int = 512,
     unfused: str | None = None,
+    prefer: str | None = None,
     target: str = "ort-cpu",
     check: bool = True,
     strict: bool = False,
@@ -91,7 +87,8 @@ def optimize(
             items are paths or pairs (source, weight), a weight being a share of the samples. A
             text "SOURCE@WEIGHT" is such a pair, unless it names a file; a list of arrays or
             dictionaries is an iterable of feeds.
-        target: what will run the model: `ort-cpu`, `ort-cuda` or `qdq`.
+        target: what will run the model: `ort-cpu`, `ort-cuda`, `qdq`, `torch`, `torch-cpu` or
+            `torch-cuda`.
         check: run each kernel in use on the written bytes before the model is called good.
         strict: a kernel outside its bound is an error; otherwise the next kernel is taken.
         resume: go on with a run that was stopped: take the weights that solvers finished there.
@@ -113,6 +110,7 @@ def optimize(
         "accuracy_level": None if accuracy_level is None else str(accuracy_level),
         "min_elements": min_elements,
         "unfused": unfused,
+        "prefer": prefer,
         "include": _several(include) or None,
         "exclude": _several(exclude) or None,
         "overrides": tuple(Override.parse(o) if isinstance(o, str) else o for o in overrides)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from qgraph.formats.base import Array, Format, Layout, Part, PartSpec, Quantized
 
 BLOCK_BYTES = 64_000_000
 """The most float32 bytes of a weight that are in memory at once, over all threads."""
+ROW_STEP = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +60,18 @@ class QuantSource(ABC):
     def release(self) -> None:  # noqa: B027  (most sources hold nothing)
         """Give back the memory that mapped input files hold; `block` works again after it."""
 
-    def block_rows(self, limit: int = BLOCK_BYTES) -> int:
-        """Rows per block of at most `limit` bytes of float32: a multiple of 8.
+    @property
+    def row_step(self) -> int:
+        """Blocks of rows start at multiples of it: of 8, and of what the format wants.
 
         Types below one byte, which ONNX packs flat, then start each block at a whole byte.
         """
-        return max(8, min(self.n + 7, limit // (4 * self.k)) // 8 * 8)
+        return math.lcm(ROW_STEP, self.format.row_step(self.k))
+
+    def block_rows(self, limit: int = BLOCK_BYTES) -> int:
+        """Rows per block of at most `limit` bytes of float32, and at least `row_step`."""
+        step = self.row_step
+        return max(step, min(self.n + step - 1, limit // (4 * self.k)) // step * step)
 
     def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
         """The (start, stop) of each block of rows."""
@@ -112,6 +120,8 @@ class QuantTensor(ir.TensorProtocol):
     def tofile(self, file: BinaryIO) -> None:
         """Write the bytes of this part, one block of rows at a time."""
         for start, stop in self.source.blocks():
+            if start and not self.spec.rows:
+                break  # a part of the whole weight came with the first block
             packed = self.source.format.pack(self.source.block(start, stop), self.layout)
             file.write(np.ascontiguousarray(packed[self.part]).tobytes())
         self.source.release()

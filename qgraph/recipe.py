@@ -15,7 +15,8 @@ Configured = TypeVar("Configured")
 FLOAT = "float"
 LEVELS = ("auto", "0", "4")
 CALIBRATIONS = ("sequential", "parallel")
-UNFUSED = ("float", "portable")
+UNFUSED = ("auto", "float", "portable")
+PREFERENCES = ("speed", "size")
 _LEVEL_OPTION = "lower_matmul_nbits.accuracy_level"
 
 
@@ -61,7 +62,9 @@ class Recipe:
     accuracy_level: `auto`, `0` (float activations) or `4` (int8 activations); the option
         `lower_matmul_nbits.accuracy_level` may say it where this is `auto`.
     unfused: what becomes of a weight that no kernel takes: `float` (as it is), or `portable`
-        (packed, and dequantized block by block in standard operators: small, and slow).
+        (packed, and dequantized block by block in standard operators: small, and slow); `auto`
+        is `portable` for formats that are no integers, else `float`.
+    prefer: `speed` or `size`, for formats that a fast kernel reads in a larger form.
     min_elements: smaller weights stay as they are.
     options: `PASS.FIELD` → value, for any pass's field.
     """
@@ -75,7 +78,8 @@ class Recipe:
     overrides: tuple[Override, ...] = ()
     embedding: str = "auto"
     accuracy_level: str = "auto"
-    unfused: str = "float"
+    unfused: str = "auto"
+    prefer: str = "speed"
     min_elements: int = 1024
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -89,6 +93,8 @@ class Recipe:
             raise InputError(f"calibration {self.calibration!r}: wanted {wanted}")
         if self.unfused not in UNFUSED:
             raise InputError(f"unfused {self.unfused!r}: wanted one of {', '.join(UNFUSED)}")
+        if self.prefer not in PREFERENCES:
+            raise InputError(f"prefer {self.prefer!r}: wanted one of {', '.join(PREFERENCES)}")
         if self.min_elements < 0:
             raise InputError(f"min_elements {self.min_elements}: wanted 0 or more")
         level = self.options.get(_LEVEL_OPTION, self.accuracy_level)

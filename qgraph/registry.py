@@ -23,6 +23,15 @@ _ENTRIES: dict[Kind, dict[str, str]] = {
         "uint8": "qgraph.formats.integer_groups:UINT8",
         "int2": "qgraph.formats.integer_groups:INT2",
         "uint2": "qgraph.formats.integer_groups:UINT2",
+        "int8-row": "qgraph.formats.integer_groups:INT8_ROW",
+        "int4-row": "qgraph.formats.integer_groups:INT4_ROW",
+        "fp8-e4m3": "qgraph.formats.fp8:E4M3",
+        "fp8-e5m2": "qgraph.formats.fp8:E5M2",
+        "nf4": "qgraph.formats.bitsandbytes:NF4",
+        "fp4": "qgraph.formats.bitsandbytes:FP4",
+        "mxfp4": "qgraph.formats.mx:MXFP4",
+        "mxfp8": "qgraph.formats.mx:MXFP8",
+        "nvfp4": "qgraph.formats.nvfp4:NVFP4",
     },
     "solver": {
         "rtn": "qgraph.passes.quantize_rtn:Rtn",
@@ -38,6 +47,10 @@ _ENTRIES: dict[Kind, dict[str, str]] = {
         "solve": "qgraph.passes.solve:Solve",
         "quantize_rtn": "qgraph.passes.quantize_rtn:QuantizeRtn",
         "lower_matmul_nbits": "qgraph.passes.lower_matmul_nbits:LowerMatMulNBits",
+        "lower_matmul_bnb4": "qgraph.passes.lower_matmul_bnb4:LowerMatMulBnb4",
+        "lower_matmul_block_quantized": (
+            "qgraph.passes.lower_matmul_block_quantized:LowerMatMulBlockQuantized"
+        ),
         "lower_gather_block_quantized": (
             "qgraph.passes.lower_gather_block_quantized:LowerGatherBlockQuantized"
         ),
@@ -48,11 +61,15 @@ _ENTRIES: dict[Kind, dict[str, str]] = {
     "checkpoint": {},
     "runtime": {
         "ort": "qgraph.runtimes.ort:OrtRuntime",
+        "torch": "qgraph.runtimes.torch.runtime:TorchRuntime",
     },
     "target": {
         "ort-cpu": "qgraph.runtimes.ort:CPU",
         "ort-cuda": "qgraph.runtimes.ort:CUDA",
         "qdq": "qgraph.runtimes.ort:QDQ",
+        "torch": "qgraph.runtimes.torch.runtime:HERE",
+        "torch-cpu": "qgraph.runtimes.torch.runtime:CPU",
+        "torch-cuda": "qgraph.runtimes.torch.runtime:CUDA",
     },
 }
 

@@ -6,16 +6,31 @@ import dataclasses
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from qgraph.errors import InputError
 from qgraph.registry import did_you_mean
 from qgraph.sites import Site
 
 ROLES = ("linear", "head", "embedding")
+ALIASES = "qgraph.aliases"
+"""Key of `Value.meta`: the other names of a value, a tuple of str; saved as a JSON list."""
 MODULE = "qgraph.module"
 """Key of `Node.meta`: the torch module that a node came from, where the exporter told."""
 _COUNT = re.compile(r"[1-9][0-9]{0,5}")
 _LAYER = re.compile(r"(?:^|[./_])(?:layers?|blocks?|h|stages?)[./_](\d+)(?:[./_]|$)")
+
+
+class Named(Protocol):
+    """What tells of a site, by the names that it has."""
+
+    @property
+    def role(self) -> str:
+        """The site's role."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its names, see `names_of`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +39,7 @@ class Selector:
 
     text: str
 
-    def matches(self, site: Site, layers: int) -> bool:
+    def matches(self, site: Site | Named, layers: int) -> bool:
         """Whether this selector names `site`, in a model of `layers` layers."""
         kind, _, rest = self.text.partition(":")
         if kind == "role":
@@ -38,13 +53,16 @@ class Selector:
         return self.text in names or any(fnmatch.fnmatchcase(n, self.text) for n in names)
 
 
-def names_of(site: Site) -> tuple[str, ...]:
-    """The names by which users know a site: node, weight, and the module it came from."""
+def names_of(site: Site | Named) -> tuple[str, ...]:
+    """The names by which users know a site: node, weight (tied: all of its), and module."""
+    if not isinstance(site, Site):
+        return site.names
     module = site.node.meta.get(MODULE)
-    return tuple(name for name in (site.name, site.weight_name, module) if name)
+    tied = site.weight.root.meta.get(ALIASES, ()) if site.weight is not None else ()
+    return tuple(name for name in (site.name, site.weight_name, module, *tied) if name)
 
 
-def layer_of(site: Site) -> int | None:
+def layer_of(site: Site | Named) -> int | None:
     """The layer's number in any of the site's names, or None."""
     for name in names_of(site):
         found = _LAYER.search(name)
@@ -53,12 +71,12 @@ def layer_of(site: Site) -> int | None:
     return None
 
 
-def layer_count(sites: Iterable[Site]) -> int:
+def layer_count(sites: Iterable[Site | Named]) -> int:
     """One more than the largest layer number."""
     return max((layer for site in sites if (layer := layer_of(site)) is not None), default=-1) + 1
 
 
-def check(selectors: Sequence[str], sites: Sequence[Site]) -> None:
+def check(selectors: Sequence[str], sites: Sequence[Site | Named]) -> None:
     """Refuse selectors that match no site.
 
     Raises:
@@ -76,6 +94,6 @@ def check(selectors: Sequence[str], sites: Sequence[Site]) -> None:
         return
     known = sorted({name for site in sites for name in names_of(site)})
     known += [f"role:{role}" for role in sorted({site.role for site in sites})]
-    lines = [f"{text!r} matches no site{did_you_mean(text, known)}" for text in lost]
+    lines = [f"{text!r} matches no site{did_you_mean(text.strip('*'), known)}" for text in lost]
     shown = ", ".join(repr(name) for name in known[:4])
     raise InputError(f"selector {'; '.join(lines)} (there are {len(known)} names, such as {shown})")

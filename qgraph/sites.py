@@ -15,7 +15,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.capabilities import GATHER_BLOCK_QUANTIZED, MATMUL_NBITS
+from qgraph.capabilities import (
+    GATHER_BLOCK_QUANTIZED,
+    MATMUL_BNB4,
+    MATMUL_FP4,
+    MATMUL_FP8,
+    MATMUL_NBITS,
+)
 from qgraph.constants import FLOATS, open_array
 from qgraph.errors import GraphError, InputError
 from qgraph.formats.base import Array
@@ -356,6 +362,13 @@ def _on_matmul_nbits(node: ir.Node) -> Site | None:
     )
 
 
+def _on_matmul_block_quantized(node: ir.Node) -> Site:
+    """`[N, K]` codes of one byte, or of two in a byte."""
+    codes = node.inputs[1]
+    n, width = _static(codes.shape if codes is not None else None) or (0, 0)
+    return _fused(node, 1, "linear", n, width * (2 if node.op_type.endswith("Fp4Weight") else 1))
+
+
 def _on_gather_block_quantized(node: ir.Node) -> Site | None:
     data, scales = node.inputs[0], node.inputs[2]
     shape = data.shape if data is not None else None
@@ -417,6 +430,9 @@ _FINDERS: dict[tuple[str, str], Callable[[ir.Node], Site | None]] = {
     ("", "Gemm"): _on_matmul,
     ("", "Gather"): _on_gather,
     (CONTRIB, MATMUL_NBITS.partition("::")[2]): _on_matmul_nbits,
+    (CONTRIB, MATMUL_BNB4.partition("::")[2]): _on_matmul_nbits,
+    (CONTRIB, MATMUL_FP8.partition("::")[2]): _on_matmul_block_quantized,
+    (CONTRIB, MATMUL_FP4.partition("::")[2]): _on_matmul_block_quantized,
     (CONTRIB, GATHER_BLOCK_QUANTIZED.partition("::")[2]): _on_gather_block_quantized,
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -18,8 +17,6 @@ SAMPLE_ROWS = 4096
 """The most rows of a weight that are read back, spread evenly."""
 BLOCK_FLOATS = 1 << 18
 """Weights in memory at once per thread: 1 MB of float32, which stays in the cache."""
-ROW_STEP = 8
-"""Blocks start at multiples of this, so that flat-packed codes start at whole bytes."""
 
 
 class WrittenData(Protocol):
@@ -62,14 +59,15 @@ class StoredWeight:
 
     def sample(self) -> list[tuple[int, int]]:
         """(start, stop) of the blocks of rows to read: all of them, or evenly spread ones."""
-        n, k = self.source.n, self.source.k
-        step = max(ROW_STEP, BLOCK_FLOATS // k // ROW_STEP * ROW_STEP)
+        n, k, unit = self.source.n, self.source.k, self.source.row_step
+        step = max(unit, BLOCK_FLOATS // k // unit * unit)
         if n <= max(SAMPLE_ROWS, step):
             return [(start, min(start + step, n)) for start in range(0, n, step)]
-        step = min(step, SAMPLE_ROWS // 4)
+        step = max(unit, min(step, SAMPLE_ROWS // 4 // unit * unit))
         starts = np.linspace(0, n - step, SAMPLE_ROWS // step)
-        blocks = [int(start) // ROW_STEP * ROW_STEP for start in starts]
-        return [*((start, start + step) for start in blocks[:-1]), (-(-(n - step) // 8) * 8, n)]
+        blocks = [int(start) // unit * unit for start in starts]
+        last = -(-(n - step) // unit) * unit
+        return [*((start, start + step) for start in blocks[:-1]), (last, n)]
 
     def rows(self, start: int, stop: int) -> QuantizedWeight:
         """Rows `start:stop`, unpacked.
@@ -92,15 +90,14 @@ class StoredWeight:
 
     def raw(self, part: Part, start: int, stop: int) -> Array:
         """The bytes (u8) of rows `start:stop` of a part."""
-        tensor = self.parts[part]
-        bits = math.prod(tensor.shape.numpy()[1:]) * tensor.dtype.bitwidth
-        return read_bytes(tensor, start * bits // 8, -(-stop * bits // 8))
+        spec = self.source.parts(self.layout)[part]
+        return read_bytes(self.parts[part], *spec.span(start, stop))
 
     def largest(self) -> float:
-        """A bound on |ŵ| over the whole weight, from the scales alone."""
-        scales = read_bytes(self.parts["scales"], 0, self.parts["scales"].nbytes)
-        found = scales.view(self.source.scale_dtype.numpy()).astype(np.float32)
-        return float(np.abs(found).max(initial=0)) * float(2**self.format.bits)
+        """A bound on |ŵ| over the rows that are read back, from their scales alone."""
+        reach = self.format.reach
+        scales = (self.rows(start, stop).scales for start, stop in self.sample())
+        return max(float(np.abs(found.astype(np.float32)).max()) for found in scales) * reach
 
 
 def stored_weight(

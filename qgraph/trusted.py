@@ -8,35 +8,45 @@ from collections.abc import Iterable
 import onnx
 import onnx_ir as ir
 
-from qgraph import registry
-from qgraph.formats.linear_function import linear_function
+from qgraph.formats.base import named
 
 
 def trusted(function: ir.Function) -> bool:
     """Whether `function` has exactly the body that a format of ours generates."""
-    opset = function.graph.opset_imports.get("", 0)
-    wanted = _generated(opset).get(function.name)
+    wanted = _generated(function.name, function.graph.opset_imports.get("", 0))
     return wanted is not None and _spelled(function) == wanted
 
 
 @functools.cache
-def _generated(opset: int) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    for name in registry.names("format"):
-        fmt = registry.load("format", name)
-        for function in (fmt.function(opset), linear_function(fmt, opset)):
-            found[function.name] = _spelled(function)
-    return found
+def _generated(name: str, opset: int) -> bytes | None:
+    """The meaning of our function of this name; None where no format has one."""
+    linear = name.startswith("Linear")
+    fmt = named(name.replace("Linear", "Dequantize", 1) if linear else name)
+    if fmt is None:
+        return None
+    return _spelled(fmt.linear(opset) if linear else fmt.function(opset))
 
 
 def _spelled(function: ir.Function) -> bytes:
     """The function's meaning as bytes, without documentation and metadata."""
-    proto = ir.serde.serialize_function(function)
+    proto = ir.serde.serialize_function(_with_data(function))
     proto.ClearField("doc_string")
     proto.ClearField("metadata_props")
     proto.ClearField("value_info")
     _normalize(proto.node)
     return bytes(proto.SerializeToString(deterministic=True))
+
+
+def _with_data(function: ir.Function) -> ir.Function:
+    """The function, its constants in memory: those of a saved model may lie in its data file."""
+    copy = function.clone()
+    for node in ir.traversal.RecursiveGraphIterator(copy):
+        for name, attribute in list(node.attributes.items()):
+            if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                tensor = attribute.as_tensor()
+                if isinstance(tensor, ir.ExternalTensor):
+                    node.attributes[name] = ir.AttrTensor(name, ir.tensor(tensor.numpy().copy()))
+    return copy
 
 
 def _normalize(nodes: Iterable[onnx.NodeProto]) -> None:

@@ -14,6 +14,9 @@ from typing import Any
 from qgraph.capabilities import (
     DEQUANTIZE_LINEAR,
     GATHER_BLOCK_QUANTIZED,
+    MATMUL_BNB4,
+    MATMUL_FP4,
+    MATMUL_FP8,
     MATMUL_NBITS,
     KernelRule,
 )
@@ -32,16 +35,39 @@ AVX2 only. The CUDA rows follow the conditions of its prepacked kernels; they we
 BLOCKS = (16, 32, 64, 128, 256)
 _FLOATS = ("float32", "float16")
 _CUDA_FLOATS = ("float32", "float16", "bfloat16")
+_DEQUANTIZED = "dequantized to floats at each call: 20 times the time of a float MatMul at one row"
 _SLOW = "0.03 to 0.1 times the speed of a float MatMul"
 _F16 = "float16 activations are converted to float32 and back at each call on x86"
 
+_FLOAT_ZEROS = "20 to 100 times the time of integer zero points at one row"
+_BNB4 = "5 to 10 times the time of a float MatMul at one row"
+_FP8 = (
+    # One scale for the tensor or a row came with opset 19, blocks along one axis with 21.
+    KernelRule(
+        DEQUANTIZE_LINEAR, CPU_PROVIDER, _FLOATS, (8,), (0,), numbers=("e4m3", "e5m2"),
+        min_opset=19, note=_DEQUANTIZED,
+    ),
+    KernelRule(
+        DEQUANTIZE_LINEAR, CPU_PROVIDER, _FLOATS, (8,), (128,), numbers=("e4m3", "e5m2"),
+        min_opset=21, note=_DEQUANTIZED,
+    ),
+)  # fmt: skip
 _CPU = (
     KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (4,), BLOCKS, (0, 4)),
     KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (8,), BLOCKS, (4,)),
     KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (2,), (32, 64, 128), (4,)),
     KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (2, 8), BLOCKS, (0,), slow=True, note=_SLOW),
     KernelRule(GATHER_BLOCK_QUANTIZED, CPU_PROVIDER, _FLOATS, (2, 4, 8), BLOCKS),
-)
+    KernelRule(
+        MATMUL_NBITS, CPU_PROVIDER, ("float32",), (4,), BLOCKS, numbers=("uint-float",),
+        remark="FLOAT_ZERO_POINT_IS_SLOW", note=_FLOAT_ZEROS,
+    ),
+    KernelRule(
+        MATMUL_BNB4, CPU_PROVIDER, ("float32",), (4,), BLOCKS, numbers=("nf4", "fp4"),
+        k_whole_blocks=True, note=_BNB4,
+    ),
+    *_FP8,
+)  # fmt: skip
 _FAST = "prepacked kernel"
 _GENERAL = "general kernel, slower than the prepacked one"
 _CUDA = (
@@ -57,6 +83,16 @@ _CUDA = (
         MATMUL_NBITS, CUDA_PROVIDER, _CUDA_FLOATS, (4, 8), BLOCKS, fallback=True, note=_GENERAL,
     ),
     KernelRule(GATHER_BLOCK_QUANTIZED, CUDA_PROVIDER, _CUDA_FLOATS, (4, 8), BLOCKS),
+    KernelRule(
+        MATMUL_BNB4, CUDA_PROVIDER, _CUDA_FLOATS, (4,), (64, 128), numbers=("nf4", "fp4"),
+        k_whole_blocks=True,
+    ),
+    KernelRule(MATMUL_FP8, CUDA_PROVIDER, ("float16",), (8,), numbers=("e4m3",)),
+    KernelRule(
+        MATMUL_FP4, CUDA_PROVIDER, ("float16", "bfloat16"), (4,), (16,), numbers=("nvfp4",),
+        k_whole_blocks=True,
+    ),
+    *(dataclasses.replace(rule, provider=CUDA_PROVIDER) for rule in _FP8),
 )  # fmt: skip
 _QDQ = (
     # Blocks came with opset 21, as did 4 bits; 2 bits came with 25; float16 scales with 19.
@@ -65,8 +101,12 @@ _QDQ = (
     KernelRule(DEQUANTIZE_LINEAR, CPU_PROVIDER, _FLOATS, (4, 8), min_opset=21),
     # Whole rows of 2 bits are left out: ONNX Runtime 1.32, optimizing, misreads their zero points.
     KernelRule(DEQUANTIZE_LINEAR, CPU_PROVIDER, _FLOATS, (2,), BLOCKS, min_opset=25),
+    *_FP8,
 )
 _TABLE = {"ort-cpu": _CPU, "ort-cuda": _CUDA, "qdq": _QDQ}
+
+
+_ONNX_FLOATS = {"e4m3": "float8e4m3fn", "e5m2": "float8e5m2"}
 
 
 @functools.cache
@@ -115,7 +155,9 @@ def _installed(rule: KernelRule) -> KernelRule | None:
 def _takes_codes(kernel: Any, rule: KernelRule) -> bool:
     """Whether a DequantizeLinear reads codes of the rule's bits at the rule's opset."""
     first, last = kernel.version_range
-    codes = {f"tensor({sign}int{bits})" for sign in ("", "u") for bits in rule.bits}
+    codes = {f"tensor({_ONNX_FLOATS[each]})" for each in rule.numbers if each in _ONNX_FLOATS}
+    if not codes:
+        codes = {f"tensor({sign}int{bits})" for sign in ("", "u") for bits in rule.bits}
     types = {each for listed in kernel.type_constraints.values() for each in listed}
     return first <= rule.min_opset <= last and bool(codes & types)
 

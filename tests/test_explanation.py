@@ -121,7 +121,7 @@ SITE_KEYS = {
     "name", "weight", "role", "op", "n", "k", "state", "op_now", "format", "bits", "group",
     "block", "level", "solver", "kernel", "provider", "origin", "reason", "detail", "error",
     "shared_with", "float_bytes", "packed_bytes", "steps", "module", "meaning", "hint", "ran",
-    "time_us", "share",
+    "time_us", "share", "by_rows",
 }  # fmt: skip
 
 
@@ -236,9 +236,18 @@ def test_a_node_shows_its_steps_and_its_way_out() -> None:
     assert "uint4" not in text
 
 
-@pytest.mark.parametrize("glob", ["layers.0.q", "layers.0.q.weight", "*.0.q", "*0.q.w*"])
-def test_select_matches_node_and_weight_names(glob: str) -> None:
+@pytest.mark.parametrize("glob", ["layers.0.q", "layers.0.q.weight", "*.0.q", "*0.q.w*", "first:1"])
+def test_select_matches_node_and_weight_names_and_layers(glob: str) -> None:
     assert [row.name for row in example().select(glob)] == ["layers.0.q"]
+
+
+def test_select_matches_roles_and_modules() -> None:
+    head = dataclasses.replace(fused("node_7", role="head"), module="model.lm_head")
+    explanation = Explanation("m", "file", "ort-cpu", "r", (fused("a"), head))
+    for selector in ("role:head", "model.lm_head", "*lm_head"):
+        assert explanation.select(selector) == (head,)
+    with pytest.raises(InputError, match="wanted role:linear, role:head, role:embedding"):
+        explanation.select("role:heads")
 
 
 def test_select_takes_a_name_with_brackets_as_it_is() -> None:
@@ -247,7 +256,9 @@ def test_select_takes_a_name_with_brackets_as_it_is() -> None:
 
 
 def test_select_that_matches_nothing_names_the_nearest() -> None:
-    with pytest.raises(InputError, match=r"matches none of 3 sites; did you mean 'layers\.0\.q"):
+    with pytest.raises(
+        InputError, match=r"'layers\.0\.k' matches no site; did you mean 'layers\.0\.q"
+    ):
         example().select("layers.0.k")
 
 

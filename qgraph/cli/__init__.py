@@ -1,4 +1,4 @@
-"""The command line: `qgraph optimize`, `explain`, `demo`, and what every command has in common.
+"""The command line: its commands, and what they all have in common.
 
 Exit statuses: 0 done; 1 unexpected; 2 wrong usage or input; 3 coverage too low; 4 a numeric
 check failed; 130 interrupted. Errors are plain text on stderr. Nothing heavy is imported before
@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from qgraph._version import __version__
+from qgraph.cli.capture import capture
 from qgraph.cli.compare import compare
 from qgraph.cli.demo import demo
 from qgraph.cli.explain import explain
@@ -40,6 +41,7 @@ app = typer.Typer(
 app.command()(optimize)
 app.command()(explain)
 app.command()(compare)
+app.command()(capture)
 app.command()(demo)
 
 
@@ -57,7 +59,9 @@ def _common(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        raise InputError("no command given: optimize, explain, compare or demo\ntry: qgraph --help")
+        raise InputError(
+            "no command given: optimize, explain, compare, capture or demo\ntry: qgraph --help"
+        )
 
 
 def run(arguments: Sequence[str]) -> int:

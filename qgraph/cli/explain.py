@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 Model = Annotated[
     Path,
     typer.Argument(
-        metavar="MODEL", help="An ONNX file, or a plan that `optimize --dry-run --report` wrote."
+        metavar="MODEL",
+        help="An ONNX file, a .pt2, a folder, or a plan that `optimize --dry-run --report` wrote.",
     ),
 ]
 Target = Annotated[
@@ -36,8 +37,9 @@ Profile = Annotated[
 Node = Annotated[
     str | None,
     typer.Option(
-        metavar="GLOB",
-        help="Everything known of the sites whose node, weight or module name matches.",
+        metavar="SELECTOR",
+        help="Everything known of these sites: a glob on node, weight or module names, "
+        "role:head, first:2, last:2.",
     ),
 ]
 Shape = Annotated[

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 _WHAT, _WHICH, _RUNS, _FILES = "What to make", "Which weights", "Target and checks", "Files"
 
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX file.")]
+Model = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="An ONNX file, a .pt2, or a Hugging Face folder.")
+]
 Output = Annotated[
     str | None,
     typer.Option(
@@ -171,11 +173,22 @@ Exclude = Annotated[
 Unfused = Annotated[
     str | None,
     typer.Option(
-        metavar="float|portable",
-        callback=one_of(("float", "portable")),
+        metavar="auto|float|portable",
+        callback=one_of(("auto", "float", "portable")),
         rich_help_panel=_RUNS,
         help="What becomes of weights that no kernel takes: floats as they are, or packed and "
-        "dequantized block by block (small, slow). [default: float]",
+        "dequantized block by block (small, slow). [default: auto: portable for formats that are "
+        "no integers]",
+    ),
+]
+Prefer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="speed|size",
+        callback=one_of(("speed", "size")),
+        rich_help_panel=_RUNS,
+        help="mxfp4 and nvfp4 have no kernel of their own on CPUs: written as 8-bit integers they "
+        "are exact, fast, and twice the size. [default: speed]",
     ),
 ]
 MinElements = Annotated[
@@ -274,6 +287,7 @@ def optimize(
     target: Target = "ort-cpu",
     accuracy_level: AccuracyLevel = None,
     unfused: Unfused = None,
+    prefer: Prefer = None,
     check: Check = True,
     strict: Strict = False,
     min_coverage: MinCoverage = 0.0,
@@ -306,6 +320,7 @@ def optimize(
         "embedding": embedding,
         "accuracy_level": accuracy_level,
         "unfused": unfused,
+        "prefer": prefer,
         "min_elements": min_elements,
     }
     asked = _recipe(recipe, wanted, include or [], exclude or [], set_ or [], option or [])
@@ -342,7 +357,9 @@ def optimize(
 def default_output(model: Path, recipe: Recipe) -> Path:
     """`model.onnx` → `model.int4.onnx`, after the format that was asked for."""
     name = recipe.format.partition(":")[0]
-    return model.with_name(f"{model.stem}.{'int4' if name == 'auto' else name}.onnx")
+    folder = model.resolve() if model.is_dir() else None
+    stem = folder.name if folder is not None else model.stem
+    return (folder or model).with_name(f"{stem}.{'int4' if name == 'auto' else name}.onnx")
 
 
 def chosen_output(output: str | None, default: Path) -> Path:

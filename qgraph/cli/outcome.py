@@ -35,6 +35,7 @@ def print_configuration(
         "embedding": recipe.embedding,
         "accuracy level": recipe.accuracy_level,
         "unfused": recipe.unfused,
+        "prefer": recipe.prefer,
         "min elements": str(recipe.min_elements),
         "target": target,
         "check": "on" if check else "off",

@@ -1,138 +1,125 @@
-"""What every weight format offers, and the arrays that pass between format, solver and kernel.
-
-`W` is always `[N, K]`: rows are outputs, columns are inputs. `G` is the group size along K
-(0 stands for the whole row) and `nb = ceil(K / G)` the number of groups in a row.
-"""
+"""What every weight format offers, and how formats are spelled."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from qgraph import registry
 from qgraph.errors import InputError
+from qgraph.formats.parts import PARTS as PARTS
+from qgraph.formats.parts import Array as Array
+from qgraph.formats.parts import Layout as Layout
+from qgraph.formats.parts import Part as Part
+from qgraph.formats.parts import PartSpec as PartSpec
+from qgraph.formats.parts import QuantizedWeight as QuantizedWeight
 
-Array: TypeAlias = NDArray[Any]
-Part = Literal["codes", "scales", "zeros"]
-PARTS: tuple[Part, ...] = ("codes", "scales", "zeros")
 GROUPS: tuple[int, ...] = (16, 32, 64, 128, 256, 0)
 """The group sizes that users may ask for; 0 is one group per row."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How the parts of a quantized weight lie in memory.
-
-    kind "blocks": what `qgraph::Dequantize…` and MatMulNBits read. Codes are unsigned
-        (symmetric formats add 2^(bits-1)), packed along K, low bits first, each row padded
-        to whole blocks with the zero point: u8 `[N, nb, block·bits/8]`; scales `[N, nb]`;
-        zeros u8 `[N, ceil(nb·bits/8)]`, packed like the codes, each row padded to whole bytes.
-        `block` is the group, or a smaller block that divides it, whose scales then repeat;
-        where the group is the whole row any block will do, and 0 is one block per row
-        (u8 `[N, 1, ceil(K·bits/8)]`).
-    kind "qdq": what DequantizeLinear reads, axis 1: codes `[N, K]` in the format's own ONNX
-        integer type (ONNX packs flat, without padding rows), scales and zeros `[N, nb]`
-        (rank 1, `[N]`, where the group is the whole row). `block` is not looked at.
-    """
-
-    kind: Literal["blocks", "qdq"]
-    block: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class PartSpec:
-    """Shape and ONNX type of one part of a quantized weight, as stored."""
-
-    shape: tuple[int, ...]
-    dtype: ir.DataType
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as stored; types below one byte are packed flat."""
-        return -(-self.size * self.dtype.bitwidth // 8)
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedWeight:
-    """Rows of a quantized weight, unpacked, in any order of memory. Only a format packs.
-
-    codes: `[n, K]`, int8 for symmetric formats (signed codes), uint8 for asymmetric ones.
-    scales: `[n, nb]` in the dtype in which they are stored (float32 or float16).
-    zeros: `[n, nb]` uint8, or None where the format is symmetric.
-    """
-
-    codes: Array
-    scales: Array
-    zeros: Array | None = None
-
-    def rows(self, rows: slice) -> QuantizedWeight:
-        """Some of the rows; views of the arrays."""
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return QuantizedWeight(self.codes[rows], self.scales[rows], zeros)
-
-    @classmethod
-    def joined(cls, pieces: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Blocks of rows of one weight (at least one), one behind the other."""
-        if len(pieces) == 1:
-            return pieces[0]
-        zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
-        return cls(
-            np.concatenate([piece.codes for piece in pieces]),
-            np.concatenate([piece.scales for piece in pieces]),
-            np.concatenate(zeros) if zeros else None,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Format(ABC):
     """One weight format with its parameters; frozen, comparable, hashable.
 
-    A subclass's fields after `symmetric` are its options. The registry holds one instance per
-    name, with the defaults; `parse` and `dataclasses.replace` make the others.
+    The registry holds one instance per name, with the defaults; `parse` and
+    `dataclasses.replace` make the others. `options` are the fields that users may set.
     """
 
     name: str
     """The name in the registry, as users type it."""
     bits: int
+    """Bits of a code."""
     symmetric: bool
+    """Whether there are no zero points."""
     group: int = 64
-    """One of GROUPS; a subclass may compute with others, `validate` refuses them."""
+    """Weights along K that share a scale, 0 for the whole row; where it is an option, one of
+    GROUPS (a subclass may compute with others, `validate` refuses them)."""
 
     @property
     def options(self) -> dict[str, tuple[str, ...]]:
         """The options that this format takes, each with the values it may have, as spelled."""
         return {"group": tuple(spell_group(g) for g in GROUPS)}
 
-    def spell(self) -> str:
+    @property
+    def numbers(self) -> str:
+        """What kind of number the codes are, as kernels have it: `int`, `uint`, `e4m3`, `nf4`."""
+        return self.name
+
+    @property
+    def as_integers(self) -> tuple[Literal["blocks", "nbits8"], int] | None:
+        """The layout in which MatMulNBits reads this format, and its bits; None for none."""
+        return None
+
+    def spell(self, *, with_group: bool = True) -> str:
         """The format with its parameters, as `parse` reads it: `uint4:group=64`.
 
-        The group is always there, other options only where they differ from the default.
+        A group that can be chosen is always there unless it is not wanted, other options where
+        they differ from the default.
         """
         default = registry.load("format", self.name)
-        words = [f"group={spell_group(self.group)}"]
+        words = []
         for option in self.options:
             value = getattr(self, option)
-            if option != "group" and value != getattr(default, option):
-                words.append(f"{option}={value}")
-        return f"{self.name}:{','.join(words)}"
+            if option == "group":
+                words += [f"group={spell_group(value)}"] * with_group
+            elif value != getattr(default, option):
+                words.append(f"{option}={_spelled(value)}")
+        return f"{self.name}:{','.join(words)}" if words else self.name
 
     @property
     @abstractmethod
     def code_range(self) -> tuple[int, int]:
         """The least and the largest code."""
+
+    @property
+    @abstractmethod
+    def levels(self) -> Array:
+        """What each code of `code_range` stands for before zero point and scale: float32 `[codes]`.
+
+        NaN where a code is no finite number.
+        """
+
+    @property
+    def free_scales(self) -> bool:
+        """Whether each group may have any float as its scale, whatever the other groups have."""
+        return False
+
+    @property
+    def reach(self) -> float:
+        """The largest |ŵ| in units of the scale; zero points are codes."""
+        return float(np.nanmax(np.abs(self.levels)))
+
+    def row_step(self, k: int) -> int:
+        """Rows that belong together: blocks of rows start at multiples of it."""
+        return 1
+
+    @property
+    def needs_survey(self) -> bool:
+        """Whether rounding has to know something of the whole weight.
+
+        Unless `fitted` told it, `quantize` then takes the rows it gets as the whole weight.
+        """
+        return False
+
+    def survey(self, rows: Array) -> Array:
+        """What rounding has to know of a whole weight, from a block of its rows."""
+        return np.empty(0)
+
+    def fitted(self, surveys: Sequence[Array]) -> Format:
+        """This format for one weight, given what `survey` found in each block of its rows."""
+        return self
+
+    def fitted_to(self, rows: Array) -> Format:
+        """This format for the weight `[N, K]` that is in memory as a whole."""
+        return self.fitted([self.survey(rows)]) if self.needs_survey else self
 
     @property
     def default_layout(self) -> Layout:
@@ -191,16 +178,30 @@ class Format(ABC):
 
     @abstractmethod
     def function(self, opset: int) -> ir.Function:
-        """`qgraph::Dequantize…V1(codes, scales[, zeros]) -> W [N, K]` in standard operators.
+        """`qgraph::Dequantize…V1(codes, scales[, …]) -> W [N, K]` in standard operators.
 
         Attributes: `k` (INT, the row length), `dtype` (INT, the ONNX type of W, equal to the
-        type of the scales). Codes and scales lie as "blocks" of any size.
+        type of the scales where those are stored as floats). Codes and scales lie as "blocks",
+        of any size where the group is an option.
+        """
+
+    @abstractmethod
+    def linear(self, opset: int) -> ir.Function:
+        """`qgraph::Linear…V1(x, codes, scales[, …]) -> y`: x · Wᵀ, block of rows by block.
+
+        x: `[…, K]` of any rank, y: `[…, N]`, computed in float32. Attributes: `k`, the row
+        length; `dtype`, the ONNX type of y. Parts lie as `function` has them.
         """
 
     @property
     @abstractmethod
     def function_name(self) -> str:
         """The name of `function`, with the version of its layout: `DequantizeInt4V1`."""
+
+    @property
+    def linear_name(self) -> str:
+        """The name of `linear`: `LinearInt4V1`."""
+        return self.function_name.replace("Dequantize", "Linear")
 
 
 def spell_group(group: int) -> str:
@@ -235,11 +236,20 @@ def parse(text: str, *, group: int | None = None) -> Format:
         values[option] = _option_value(default, option, value)
     if group is not None:
         check_group(group)
+        if "group" not in default.options:
+            raise InputError(
+                f"format {name.strip()} has no groups to choose, found group {spell_group(group)}"
+            )
         if values.setdefault("group", group) != group:
             raise InputError(
                 f"format {text!r} and group {spell_group(group)} contradict each other: give one"
             )
     return dataclasses.replace(default, **values)
+
+
+def _spelled(value: str | bool) -> str:
+    """An option's value as users type it."""
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 def _option_value(default: Format, option: str, value: str) -> str | int:
@@ -248,7 +258,7 @@ def _option_value(default: Format, option: str, value: str) -> str | int:
     if option not in options:
         raise InputError(
             f"{default.name} has no option {option!r}{registry.did_you_mean(option, options)} "
-            f"(it has: {', '.join(options)})"
+            f"(it has: {', '.join(options) or 'none'})"
         )
     if option == "group" and value == "0":
         return 0
@@ -259,4 +269,36 @@ def _option_value(default: Format, option: str, value: str) -> str | int:
         )
     if option == "group":
         return 0 if value == "row" else int(value)
-    return value
+    return value == "true" if isinstance(getattr(default, option), bool) else value
+
+
+@functools.cache
+def named(function: str) -> Format | None:
+    """The format, in its default group, whose `function_name` this is; None for none of ours."""
+    return _by_function().get(function)
+
+
+def function_names() -> tuple[str, ...]:
+    """The `function_name` of every format with each of its options, sorted."""
+    return tuple(sorted(_by_function()))
+
+
+@functools.cache
+def _by_function() -> dict[str, Format]:
+    """Every function name with the first format, in the order of the registry, that has it."""
+    found: dict[str, Format] = {}
+    for name in registry.names("format"):
+        for fmt in variants(registry.load("format", name)):
+            found.setdefault(fmt.function_name, fmt)
+    return found
+
+
+def variants(fmt: Format) -> list[Format]:
+    """`fmt` with each combination of its options but the group."""
+    options = {name: values for name, values in fmt.options.items() if name != "group"}
+    found = []
+    for values in itertools.product(*options.values()):
+        chosen: dict[str, Any] = dict(zip(options, values, strict=True))
+        chosen = {name: _option_value(fmt, name, value) for name, value in chosen.items()}
+        found.append(dataclasses.replace(fmt, **chosen))
+    return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
-from qgraph.formats.base import Format
+from qgraph.formats.onnx_function import Zeros
 
 ROWS = 128
 """Rows of W that are float at a time."""
@@ -88,26 +88,21 @@ _TEXT = """
 """
 
 
-def linear_name(fmt: Format) -> str:
-    """`LinearInt4V1` for the format whose function is `DequantizeInt4V1`."""
-    return fmt.function_name.replace("Dequantize", "Linear")
-
-
-def linear_function(fmt: Format, opset: int) -> ir.Function:
+def linear_function(name: str, opset: int, bits: int, zeros: Zeros) -> ir.Function:
     """`qgraph::Linear…V1(x, codes, scales[, zeros]) -> y`, computed in float32, cast to `dtype`.
 
-    For formats of integer codes. x: `[…, K]` of any rank, y: `[…, N]`. Codes, scales and zeros
-    lie as "blocks" of any size. Attributes: `k`, the row length; `dtype`, the ONNX type of y.
+    For integer groups of `bits` bits. x: `[…, K]` of any rank, y: `[…, N]`. Codes, scales and
+    zeros lie as "blocks" of any size. Attributes: `k`, the row length; `dtype`, the ONNX type of y.
     """
-    bits, offset = fmt.bits, 1 << (fmt.bits - 1) if fmt.symmetric else None
+    center = {"none": _offset(1 << (bits - 1)), "codes": _zeros(bits), "float": _FLOAT_ZEROS}
     text = _TEXT.format(
-        name=linear_name(fmt),
+        name=name,
         opset=opset,
-        zeros=", zeros" if offset is None else "",
+        zeros="" if zeros == "none" else ", zeros",
         rows=ROWS,
         planes=8 // bits,
         unpack=_unpacked("packed", "values", bits),
-        center=_zeros(bits) if offset is None else _offset(offset),
+        center=center[zeros],
     )
     return ir.serde.deserialize_function(onnx.parser.parse_function(text))
 
@@ -158,3 +153,11 @@ def _zeros(bits: int) -> str:
         "zeros_column = Unsqueeze (zero_points, two)",
         "centered = Sub (values, zeros_column)",
     )
+
+
+_FLOAT_ZEROS = _lines(
+    "zero_points = Slice (zeros, begin, end, zero)",
+    "wide_zeros = Cast <to = 1> (zero_points)",
+    "zeros_column = Unsqueeze (wide_zeros, two)",
+    "centered = Sub (values, zeros_column)",
+)

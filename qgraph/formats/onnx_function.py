@@ -5,22 +5,25 @@ Only operators whose meaning has not changed since opset 13, so that a model kee
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 DOMAIN = "qgraph"
+Zeros: TypeAlias = Literal["none", "codes", "float"]
+"""The third part of integer groups: nothing, zero points packed like the codes, or floats."""
 
 
 def dequantize_function(
-    name: str, opset: int, levels: NDArray[Any], *, zeros: bool = False
+    name: str, opset: int, levels: NDArray[Any], *, zeros: Zeros = "none"
 ) -> ir.Function:
     """`qgraph::name(codes, scales[, zeros]) -> W`, computed in float32, cast to `dtype`.
 
     codes: u8 `[N, nb, bytes of a block]`; scales `[N, nb]`; zeros u8 `[N, bytes]`, packed like
-    the codes. W is `[N, k]`. Attributes `k` and `dtype` as `Format.function` says.
+    the codes, or floats `[N, nb]`. W is `[N, k]`. Attributes `k` and `dtype` as `Format.function`
+    says.
     `levels` `[2^bits]` are the values of the codes, and of the zero points where there are any,
     before they are subtracted and scaled.
     """
@@ -34,7 +37,12 @@ def dequantize_function(
     values = body.op("Reshape", values, body.constant("blocks_shape", [0, 0, -1]), out="blocks")
     row_shape = body.constant("row_shape", [0, -1])
     row_axis, row_start = body.constant("row_axis", [1]), body.constant("row_start", [0])
-    if zeros:
+    if zeros == "float":
+        inputs.append(ir.Value(name="zeros"))
+        offsets = body.op("Cast", inputs[2], out="offsets", to=ir.DataType.FLOAT)
+        offsets = body.op("Unsqueeze", offsets, block_axis, out="zeros_column")
+        values = body.op("Sub", values, offsets, out="centered")
+    if zeros == "codes":
         inputs.append(ir.Value(name="zeros"))
         offsets = body.op("Reshape", body.look_up(table, inputs[2]), row_shape, out="offsets")
         shape = body.op("Shape", scales, out="scales_shape")

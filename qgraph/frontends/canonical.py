@@ -8,16 +8,14 @@ from typing import Any
 
 import onnx_ir as ir
 
+from qgraph import function_inlining
 from qgraph.errors import GraphError, InputError
-from qgraph.frontends import function_inlining, lifting, naming, shapes
+from qgraph.frontends import lifting, naming, shapes
 from qgraph.frontends.notes import Note
 from qgraph.scopes import scopes
 
 DOMAIN = "qgraph"
 """The domain of the functions that this project writes."""
-
-MODULE = "qgraph.module"
-"""Key of `Node.meta`: the torch module that a node came from, where the exporter told."""
 
 _LOCAL = re.compile(
     r"""File "|\.py[(:"', ]|\.py$|(?:^|[\s"'=(\[])(?:/[\w.~-]+){2,}|\b[A-Za-z]:\\""", re.MULTILINE
@@ -79,7 +77,7 @@ def _strip_metadata(model: ir.Model) -> None:
                 _strip(value)
                 _strip(value.const_value)
             for node in scope:
-                _remember_module(node)
+                naming.record_module(node)
                 _strip(node)
                 for value in node.outputs:
                     _strip(value)
@@ -104,14 +102,6 @@ def _strip(item: Any) -> None:
 def _is_local(text: str | bytes) -> bool:
     """Whether a text holds stack traces or local paths; what is no UTF-8 arrives as bytes."""
     return isinstance(text, bytes) or _LOCAL.search(text) is not None
-
-
-def _remember_module(node: ir.Node) -> None:
-    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
-    names = re.findall(r"'([^']*)'", scopes)
-    if len(names) >= 2:
-        # The last name is the node's own; the one before it is the module's.
-        node.meta[MODULE] = names[-2]
 
 
 def _sort(model: ir.Model) -> list[Note]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Iterator
 
 import onnx_ir as ir
 
 from qgraph.frontends.notes import Note
 from qgraph.scopes import scopes
-
-ALIASES = "qgraph.aliases"
-"""Key of `Value.meta`: the other names of a value, a tuple of str."""
+from qgraph.selectors import ALIASES, MODULE
 
 
 class Names:
@@ -86,12 +86,48 @@ def aliases(value: ir.Value) -> tuple[str, ...]:
     return found
 
 
+def keep_names(node: ir.Node, weight: ir.Value | None) -> None:
+    """Save a site's module path and its weight's other names with the model.
+
+    In bodies the exporter notes no module: there it is the one that the weight belongs to.
+    """
+    owner = (weight.name or "").rpartition(".")[0] if weight is not None else ""
+    module = node.meta.setdefault(MODULE, owner)
+    if module:
+        node.metadata_props[MODULE] = str(module)
+    if weight is not None and aliases(weight):
+        weight.metadata_props[ALIASES] = json.dumps(aliases(weight))
+
+
+def record_module(node: ir.Node) -> None:
+    """Give a node the module path that was saved with it, or that the exporter noted."""
+    kept = node.metadata_props.get(MODULE)
+    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
+    names = re.findall(r"'([^']*)'", scopes)
+    if kept:
+        node.meta[MODULE] = kept
+    elif len(names) >= 2:
+        # The last name is the node's own; the one before it is the module's.
+        node.meta[MODULE] = names[-2]
+
+
 def record_aliases(model: ir.Model) -> None:
-    """Give each initializer the names of its copies: what Identity nodes make of it."""
+    """Give each initializer its saved names, and those of its copies by Identity nodes."""
     for scope in scopes(model.graph):
         for value in scope.initializers.values():
+            for name in _saved(value):
+                add_alias(value, name)
             for copy in _copies(value):
                 add_alias(value, copy)
+
+
+def _saved(value: ir.Value) -> list[str]:
+    """The names that `keep_names` saved; files can say anything."""
+    try:
+        found = json.loads(value.metadata_props.get(ALIASES, "[]"))
+    except (json.JSONDecodeError, RecursionError):
+        return []
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
 def _copies(value: ir.Value) -> Iterator[str]:

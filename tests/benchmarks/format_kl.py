@@ -27,7 +27,7 @@ import qgraph
 from qgraph import pipeline, registry
 from qgraph.models import smollm2
 from qgraph.passes.base import Context
-from qgraph.plan import make_plan
+from qgraph.planning import make_plan
 from qgraph.recipe import Recipe
 from qgraph.writer import save
 

@@ -52,12 +52,17 @@ ROWS: dict[str, dict[str, Any]] = {
     "best": {"solver": "auto"},
     "best, both domains": {"solver": "auto", "data": "both"},
     "best, self": {"solver": "auto", "data": "self"},
+    "weighted, self": {"solver": "weighted", "data": "self", "calibration": "parallel"},
 }  # fmt: skip
 TWO_DOMAINS = "both"
 
 
 def peer(source: Path, output: Path) -> None:
-    """ONNX Runtime's own HQQ on the same linears (the head excluded)."""
+    """ONNX Runtime's own HQQ on the same linears (the head excluded).
+
+    It takes the export with `MatMul`s of constants, the default one: of linears behind a Transpose
+    it quantizes none.
+    """
     import onnx
     from onnxruntime.quantization.matmul_nbits_quantizer import (
         HQQWeightOnlyQuantConfig,
@@ -76,6 +81,9 @@ def peer(source: Path, output: Path) -> None:
         nodes_to_exclude=heads,
     )
     quantizer.process()
+    quantized = sum(node.op_type == "MatMulNBits" for node in quantizer.model.model.graph.node)
+    if not quantized:
+        raise SystemExit(f"{source}: ONNX Runtime's quantizer found nothing to quantize")
     quantizer.model.save_model_to_file(str(output), use_external_data_format=True)
 
 
@@ -119,12 +127,15 @@ def main() -> None:
     parser.add_argument("--calibrate", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--offgrid", action="store_true")
+    parser.add_argument("--variant", default="plain", help="which export of the model")
     parser.add_argument("--rows", nargs="*", default=list(ROWS))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", help="measure this row here, and print it as JSON")
     arguments = parser.parse_args()
-    source = smollm2.build(offgrid=arguments.offgrid)
+    source = smollm2.build(variant=arguments.variant, offgrid=arguments.offgrid)
     if arguments.one:
+        if ROWS[arguments.one].get("peer"):
+            source = smollm2.build(variant="default", offgrid=arguments.offgrid)
         with tempfile.TemporaryDirectory() as folder:
             row = measure(source, arguments.one, arguments.calibrate, arguments.text, Path(folder))
         print(json.dumps(row))

@@ -86,6 +86,8 @@ def test_one_node(qgraph: Command, optimized: Path) -> None:
     assert "layers.0" not in ran.out
     ran = qgraph("explain", optimized, "--node", "*.1.down", "--format", "json")
     assert [site["name"] for site in json.loads(ran.out)["sites"]] == ["layers.1.down"]
+    ran = qgraph("explain", optimized, "--node", "last:1", "--format", "json")
+    assert {site["name"].split(".")[1] for site in json.loads(ran.out)["sites"]} == {"1"}
     ran = qgraph("explain", optimized, "--node", "layers.1.dawn")
     assert ran.status == 2
     assert "did you mean 'layers.1.down'" in ran.err

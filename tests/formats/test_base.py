@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from fractions import Fraction
 
 import onnx_ir as ir
 import pytest
 
 from qgraph import registry
 from qgraph.errors import InputError
-from qgraph.formats.base import GROUPS, Format, Layout, PartSpec, check_group, parse
+from qgraph.formats.base import (
+    GROUPS,
+    Format,
+    Layout,
+    PartSpec,
+    check_group,
+    parse,
+    variants,
+)
 from qgraph.formats.integer_groups import INT4
 
 NAMES = registry.names("format")
+GROUPED = [name for name in NAMES if "group" in registry.load("format", name).options]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -25,7 +35,7 @@ def test_registered_under_its_own_name(name: str) -> None:
     assert hash(parse(name)) == hash(entry)
 
 
-@pytest.mark.parametrize("name, group", list(itertools.product(NAMES, GROUPS)))
+@pytest.mark.parametrize("name, group", list(itertools.product(GROUPED, GROUPS)))
 def test_spelling_is_read_back(name: str, group: int) -> None:
     format_ = parse(name, group=group)
     assert format_.group == group
@@ -46,6 +56,8 @@ def test_options_are_read() -> None:
     "text, words",
     [
         ("int5", ["no format named 'int5'", "did you mean", "'int4'"]),
+        ("nf4:double=yes", ["double 'yes'", "wanted one of: false, true"]),
+        ("fp8-e4m3:scale=rows", ["did you mean 'row'?", "tensor, row, block"]),
         ("int4:grop=64", ["int4 has no option 'grop'", "did you mean 'group'?", "scale"]),
         ("uint4:scale=signed", ["uint4 has no option 'scale'", "group"]),
         ("int4:scale=sined", ["scale 'sined'", "did you mean 'signed'?", "absmax"]),
@@ -62,6 +74,53 @@ def test_wrong_spellings_say_what_is_wanted(text: str, words: list[str]) -> None
     for word in words:
         assert word in str(error.value)
     assert error.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        ("fp8-e4m3", "fp8-e4m3"),
+        ("fp8-e4m3:scale=row", "fp8-e4m3"),
+        ("fp8-e5m2:scale=block", "fp8-e5m2:scale=block"),
+        ("nf4:double=true", "nf4:group=64,double=true"),
+        ("nf4:double=false,group=128", "nf4:group=128"),
+        ("mxfp4:order=halves", "mxfp4:order=halves"),
+        ("mxfp8:element=e5m2", "mxfp8:element=e5m2"),
+        ("uint4:zero=float", "uint4:group=64,zero=float"),
+        ("int8-row", "int8-row"),
+        ("nvfp4", "nvfp4"),
+    ],
+)
+def test_options_of_level_formats(text: str, wanted: str) -> None:
+    assert parse(text).spell() == wanted
+    assert parse(wanted) == parse(text)
+
+
+def test_groups_where_there_are_none_to_choose() -> None:
+    assert set(NAMES) - set(GROUPED) == {
+        "int8-row", "int4-row", "fp8-e4m3", "fp8-e5m2", "mxfp4", "mxfp8", "nvfp4",
+    }  # fmt: skip
+    with pytest.raises(InputError, match="mxfp4 has no groups to choose, found group 64"):
+        parse("mxfp4", group=64)
+    with pytest.raises(InputError, match=r"nvfp4 has no option 'group' \(it has: none\)"):
+        parse("nvfp4:group=16")
+
+
+def test_variants_have_each_combination_once() -> None:
+    assert [fmt.spell() for fmt in variants(parse("fp8-e4m3"))] == [
+        "fp8-e4m3:scale=tensor", "fp8-e4m3", "fp8-e4m3:scale=block",
+    ]  # fmt: skip
+    assert variants(parse("nvfp4")) == [parse("nvfp4")]
+
+
+def test_spans_of_parts() -> None:
+    """Bytes that some rows need: per row, per 128 rows, per 256 scales, of the whole weight."""
+    assert PartSpec((10, 4), ir.DataType.FLOAT16).span(2, 4) == (16, 32)
+    assert PartSpec((3, 5), ir.DataType.INT4).span(2, 3) == (5, 8)
+    assert PartSpec((3, 2), ir.DataType.FLOAT, 128).span(128, 300) == (8, 24)
+    assert PartSpec((4, 2), ir.DataType.FLOAT, Fraction(256, 9)).span(256, 300) == (72, 88)
+    assert PartSpec((1,), ir.DataType.FLOAT, 0).span(64, 128) == (0, 4)
+    assert PartSpec((), ir.DataType.FLOAT, 0).span(0, 8) == (0, 4)
 
 
 def test_contradicting_groups() -> None:

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from onnx import helper, parser
 
 from qgraph.errors import GraphError, InputError
-from qgraph.frontends.canonical import MODULE, canonicalize
+from qgraph.frontends.canonical import canonicalize
 from qgraph.frontends.naming import aliases
 from qgraph.frontends.notes import Note
 from qgraph.scopes import scopes
+from qgraph.selectors import MODULE
 from qgraph.verify import verify
 
 Feeds = dict[str, np.ndarray]

@@ -12,7 +12,7 @@ import pytest
 from qgraph.errors import InputError
 from qgraph.models.build_cache import cached_build
 from qgraph.models.download import sha256_of
-from qgraph.models.torch_onnx import strip
+from qgraph.torch_onnx import strip
 
 
 class Maker:

@@ -6,7 +6,7 @@ import dataclasses
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -14,19 +14,31 @@ import onnx_ir as ir
 import pytest
 
 from qgraph import registry
-from qgraph.formats.base import parse
+from qgraph.formats.base import Format, QuantizedWeight, parse
 from qgraph.graph import Graph
 from qgraph.passes.base import Context, is_lazy
 from qgraph.pipeline import capture
-from qgraph.plan import QuantPlan, make_plan
+from qgraph.plan import QuantPlan
+from qgraph.planning import make_plan
 from qgraph.recipe import Recipe
 from qgraph.report import REASONS, Step
+
+if TYPE_CHECKING:
+    import torch
 
 PASSES = {
     "ort-cpu": ("lower_matmul_nbits", "lower_gather_block_quantized"),
     "qdq": ("lower_qdq",),
     "portable": ("lower_portable",),
 }
+RANGED = [
+    f"{sign}int{bits}:group={group}"
+    for sign in ("u", "")
+    for bits in (2, 4, 8)
+    for group in ("32", "row")
+]
+RANGED += ["int4:group=32,scale=signed", "uint4:group=128"]
+"""Formats whose ranges are searched: every width, both signs, partial and whole groups."""
 SIZES = {"M": 3, "B": 2, "T": 5}
 
 
@@ -86,7 +98,9 @@ def ops(graph: Graph) -> dict[str, int]:
 def rewrite(graph: Graph, target: str = "ort-cpu", **recipe: Any) -> Outcome:
     """Run adopt, rtn and the lowerings of `target`; verify between passes, check every step."""
     # 16 is the smallest group, so that small test weights have several and a partial last one.
-    asked = Recipe(**{"format": "int4", "group": 16, "min_elements": 64, **recipe})
+    unfused = "portable" if target == "portable" else "auto"
+    basis = {"format": "int4", "group": 16, "min_elements": 64, "unfused": unfused}
+    asked = Recipe(**{**basis, **recipe})
     if target != "qdq" and asked.accuracy_level == "auto" and "accuracy_level" not in recipe:
         asked = dataclasses.replace(asked, accuracy_level="0")
     runtime = registry.load("target", "qdq" if target == "qdq" else "ort-cpu")
@@ -215,12 +229,38 @@ def check_numbers(outcome: Outcome, tolerance: float = 1e-5, **options: Any) -> 
     close(run(outcome.lowered, feeds), wanted, tolerance)
 
 
+def check_quantized(
+    found: QuantizedWeight, rows: torch.Tensor, fmt: Format, dtype: ir.DataType
+) -> None:
+    """Types, shapes and ranges are the format's, and every code is the nearest one to its weight.
+
+    By numpy, in float64, one column after the other; ties may go either way.
+    """
+    rounded = fmt.quantize(rows.numpy(), dtype)
+    for part in ("codes", "scales", "zeros"):
+        mine, own = getattr(found, part), getattr(rounded, part)
+        assert (mine is None) == (own is None)
+        assert mine is None or (mine.dtype, mine.shape) == (own.dtype, own.shape)
+    low, high = fmt.code_range
+    assert low <= found.codes.min() and found.codes.max() <= high
+    tiny = np.finfo(found.scales.dtype).smallest_normal
+    assert (np.isfinite(found.scales) & ((found.scales == 0) | (abs(found.scales) >= tiny))).all()
+    for k in range(rows.shape[1]):
+        group = k // (fmt.group or rows.shape[1])
+        scale = found.scales[:, group].astype(np.float64)
+        zero = 0 if found.zeros is None else found.zeros[:, group].astype(np.float64)
+        steps = rows[:, k].numpy() / np.where(scale == 0, 1, scale)
+        wanted = np.clip(steps + zero, low, high)
+        assert (abs(found.codes[:, k] - wanted) <= 0.5 + 1e-4).all()
+
+
 class Bench:
     """The functions above, for tests."""
 
     build = staticmethod(build)
     rewrite = staticmethod(rewrite)
     check_numbers = staticmethod(check_numbers)
+    check_quantized = staticmethod(check_quantized)
     run = staticmethod(run)
     rounded = staticmethod(rounded)
     feeds_of = staticmethod(feeds_of)
@@ -230,7 +270,7 @@ class Bench:
     optimized_sizes = staticmethod(optimized_sizes)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def bench() -> Bench:
     return Bench()
 
@@ -238,3 +278,13 @@ def bench() -> Bench:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(7)
+
+
+@pytest.fixture(params=RANGED)
+def ranged(request: pytest.FixtureRequest) -> Format:
+    return parse(request.param)
+
+
+@pytest.fixture(params=["FLOAT", "FLOAT16"])
+def scale_dtype(request: pytest.FixtureRequest) -> ir.DataType:
+    return ir.DataType[request.param]

@@ -97,6 +97,25 @@ def test_tied_channels_have_one_factor_and_dead_ones_none() -> None:
     np.testing.assert_allclose(scale[known] / wanted, (scale[known] / wanted)[0], rtol=1e-4)
 
 
+def test_factors_that_no_scale_holds_are_passed_over() -> None:
+    weights, x = layer()
+    free, figures = found([weights], x)
+    limit = float((weights * free).abs().max()) * 0.99
+
+    def narrow(index: int, rows: torch.Tensor) -> torch.Tensor:
+        if float(rows.abs().max()) > limit:
+            raise OverflowError("row 0, group 0: its scale does not fit float16", (0, 0))
+        return rounded(index, rows)
+
+    arguments = ([weights], x.T @ x, x.abs().mean(0), torch.arange(K))
+    scale, less = awq.search(*arguments, narrow)
+    assert figures["overflowed"] == 0
+    assert 0 < less["alpha"] < figures["alpha"]
+    assert less["overflowed"] >= awq.GRID - 1 - round(less["alpha"] * awq.GRID) - 1
+    assert float((weights * scale).abs().max()) <= limit
+    assert figures["loss"] < less["loss"] < less["unscaled"]
+
+
 def test_no_activation_at_all_means_no_scaling() -> None:
     weights, x = layer()
     scale, figures = found([weights], torch.zeros_like(x))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,17 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from folding import HEADER, K, applied, check, find, scale_of, weights
 
 from qgraph import registry
 from qgraph.errors import GraphError
 from qgraph.graph import Graph
 from qgraph.models import tiny
-from qgraph.passes.channel_reshape import reshaped
-from qgraph.passes.dequantize import read_from
-from qgraph.passes.fold_scale import Fold, FoldRefused, apply_fold, find_fold
+from qgraph.passes.fold_scale import FoldRefused, apply_fold, find_fold
 from qgraph.pipeline import capture
 from qgraph.rewrite import Rewriter
 from qgraph.sites import Site
 from qgraph.stages import write_through
-
-K = 16
-HEADER = '<ir_version: 11, opset_import: ["" : 23, "com.microsoft" : 1]>\n'
 
 
 def groups(graph: Graph) -> list[list[Site]]:
@@ -38,61 +31,6 @@ def groups(graph: Graph) -> list[list[Site]]:
     return list(found.values())
 
 
-def find(graph: Graph, *names: str) -> Fold:
-    """The fold for the linears called `names`."""
-    sites = [site for site in graph.sites() if site.name in names]
-    return find_fold(sites[0].activation, sites, graph)
-
-
-def scale_of(fold: Fold, seed: int = 3) -> np.ndarray:
-    """A scale as different from channel to channel as the ties allow."""
-    rng = np.random.default_rng(seed)
-    return np.exp2(rng.uniform(-2, 2, fold.rows)).astype(np.float32)[fold.ties]
-
-
-def scale_columns(graph: Graph, names: set[str], scale: np.ndarray) -> None:
-    rewriter = Rewriter(graph.model)
-    for site in graph.sites():
-        if site.name in names:
-            assert site.weight is not None
-            rows = site.weight.rows(0, site.n) * scale
-            if len(site.weight.root.uses()) == 1:
-                array, name = write_through(site, rows), site.weight.root.name
-                site.weight.root.const_value = ir.tensor(array, name=name)
-            else:
-                tensor = ir.tensor(rows.astype(site.weight.dtype.numpy()))
-                read_from(rewriter.initializer("columns", tensor), site, rewriter)
-
-
-def applied(fold: Fold, graph: Graph, scale: np.ndarray | None = None, **options: Any) -> str:
-    """Apply a fold of `graph` and scale the columns that belong to it."""
-    scale = scale_of(fold) if scale is None else scale
-    detail = apply_fold(fold, scale, graph, Rewriter(graph.model), **options)
-    scale_columns(graph, {site.name for site in fold.sites}, scale)
-    graph.verify()
-    return detail
-
-
-def check(
-    bench: Any, graph: Graph, *names: str, feeds: Any = None, tolerance: float = 1e-5
-) -> Fold:
-    """Fold, run both, compare; also as the runtime optimizes them, where it makes its own feeds."""
-    optimized = feeds is None
-    feeds = bench.feeds_of(graph) if feeds is None else feeds
-    wanted = bench.run(graph, feeds, reference=True)
-    work = graph.clone()
-    fold = find(work, *names)
-    applied(fold, work)
-    bench.close(bench.run(work, feeds, reference=True), wanted, tolerance)
-    if optimized:
-        bench.close(bench.run(work, feeds), wanted, tolerance)
-    return fold
-
-
-def weights(rng: np.random.Generator, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-
-
 RMS = """
     p = Pow(h, two) m = ReduceMean<keepdims = 1>(p, last) e = Add(m, epsilon)
     r = Sqrt(e) i = Reciprocal(r) n = Mul(h, i)
@@ -101,7 +39,6 @@ SMALL = {
     "two": np.float32(2), "last": np.array([-1]), "epsilon": np.float32(1e-5),
     "one": np.float32(1), "half": np.float32(0.5), "flat": np.array([-1, K]),
 }  # fmt: skip
-
 NORMS = {
     "LayerNormalization": "x = LayerNormalization<axis = -1>(h, w, b)",
     "LayerNormalization without bias": "x = LayerNormalization<axis = 2>(h, w)",
@@ -216,97 +153,6 @@ def test_constants_keep_their_type(bench: Any, rng: np.random.Generator, dtype: 
         applied(fold, graph_of_kind)
         types = {v.const_value.dtype for v in graph_of_kind.model.graph.initializers.values()}
         assert types == {values["w"].dtype}
-
-
-PROJECTIONS = "[q] q0 = MatMul(h, wq) [k] k0 = MatMul(h, wk) [v] v0 = MatMul(h, wv)"
-SPLIT = """
-    q1 = Reshape(q0, heads_q) q2 = Transpose<perm = [0, 2, 1, 3]>(q1)
-    k1 = Reshape(k0, heads_v) k2 = Transpose<perm = [0, 2, 1, 3]>(k1)
-    v1 = Reshape(v0, heads_v) v2 = Transpose<perm = [0, 2, 1, 3]>(v1)
-"""
-REPEAT = """
-    s = Shape(v2) b = Slice(s, zero, two) l = Slice(s, two, four) t = Concat<axis = 0>(b, two, l)
-    k3 = Unsqueeze(k2, two) k4 = Expand(k3, t) k5 = Reshape(k4, merged)
-    v3 = Unsqueeze(v2, two) v4 = Expand(v3, t) v5 = Reshape(v4, merged)
-"""
-SOFTMAX = """
-    k6 = Transpose<perm = [0, 1, 3, 2]>(k5) a = MatMul(q2, k6) p = Softmax(a) o0 = MatMul(p, v5)
-"""
-JOIN = "o1 = Transpose<perm = [0, 2, 1, 3]>(o0) x = Reshape(o1, back)"
-SPELLED = SPLIT + REPEAT + SOFTMAX + JOIN
-GQA = "x, pk, pv = com.microsoft.GroupQueryAttention<num_heads = 4, kv_num_heads = 2>"
-HEADS = {  # 4 heads of 8 share 2 of V
-    "heads_q": np.array([0, 0, 4, 8]), "heads_v": np.array([0, 0, 2, 8]),
-    "merged": np.array([0, 4, -1, 8]), "back": np.array([0, 0, 32]),
-    "packed": np.array([0, 0, 3, 4, 8]), "parts": np.array([32, 16, 16]),
-    "zero": np.array([0]), "one": np.array([1]), "two": np.array([2]), "four": np.array([4]),
-    "end": np.array([2**62]), "i0": np.array(0), "i1": np.array(1), "i2": np.array(2),
-    "last": np.array([4, 4], np.int32), "total": np.array(5, np.int32),
-}  # fmt: skip
-GROUPED = np.arange(16).reshape(2, 8).repeat(2, axis=0).reshape(-1)
-
-VALUES = {
-    "spelled out": (PROJECTIONS + SPELLED, GROUPED),
-    "bias of V": (
-        PROJECTIONS.replace("v0 = MatMul(h, wv)", "v9 = MatMul(h, wv) v0 = Add(v9, bv)") + SPELLED,
-        GROUPED,
-    ),
-    "bias behind": (
-        PROJECTIONS + SPELLED.replace("x = Reshape(o1", "o2 = Add(o1, bo) x = Reshape(o2"),
-        GROUPED,
-    ),
-    "Slice that takes all": (
-        PROJECTIONS.replace("v0 = MatMul(h, wv)", "v9 = MatMul(h, wv) v0 = Slice(v9, zero, end)")
-        + SPELLED,
-        GROUPED,
-    ),
-    "Attention of rank 4": (
-        f"{PROJECTIONS} {SPLIT} o0 = Attention<is_causal = 1>(q2, k2, v2) {JOIN}", GROUPED),
-    "Attention of rank 4, repeated": (
-        f"{PROJECTIONS} {SPLIT} {REPEAT} o0 = Attention(q2, k5, v5) {JOIN}", GROUPED),
-    "Attention of rank 3": (
-        f"{PROJECTIONS} x = Attention<q_num_heads = 4, kv_num_heads = 2>(q0, k0, v0)", GROUPED),
-    "MultiHeadAttention": (
-        "[q] q = MatMul(h, wq) [k] k = MatMul(h, wq2) [v] v = MatMul(h, wq3)"
-        "x = com.microsoft.MultiHeadAttention<num_heads = 4>(q, k, v, bqkv)", np.arange(32)),
-    "MultiHeadAttention without bias": (
-        "[q] q = MatMul(h, wq) [k] k = MatMul(h, wq2) [v] v = MatMul(h, wq3)"
-        "x = com.microsoft.MultiHeadAttention<num_heads = 4>(q, k, v)", np.arange(32)),
-    "GroupQueryAttention": (f"{PROJECTIONS} {GQA} (q0, k0, v0, , , last, total)", GROUPED),
-    "GroupQueryAttention of QKV": (
-        f"[v] qkv = MatMul(h, wqkv) {GQA} (qkv, , , , , last, total)", 48 + GROUPED),
-    "Split of QKV": (
-        f"[v] qkv = MatMul(h, wqkv) q0, k0, v0 = Split<axis = -1>(qkv, parts) {SPELLED}",
-        48 + GROUPED,
-    ),
-    "Gather of QKV": (
-        "[v] qkv = MatMul(h, wqkv3) r = Reshape(qkv, packed)"
-        "t = Transpose<perm = [2, 0, 3, 1, 4]>(r) q2 = Gather<axis = 0>(t, i0)"
-        f"k5 = Gather<axis = 0>(t, i1) v5 = Gather<axis = 0>(t, i2) {SOFTMAX} {JOIN}",
-        64 + np.arange(32),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("sizes", ["2, 5", "B, T", "?, ?"])
-@pytest.mark.parametrize("spelling", VALUES)
-def test_values_of_attention(
-    bench: Any, rng: np.random.Generator, spelling: str, sizes: str
-) -> None:
-    body, ties = VALUES[spelling]
-    graph = bench.build(
-        f"{HEADER} g (float[{sizes}, 12] h) => (float[{sizes}, 8] y) {{ {body}"
-        "[o] y = MatMul(x, wo) }",
-        **weights(
-            rng, wq=(12, 32), wq2=(12, 32), wq3=(12, 32), wk=(12, 16), wv=(12, 16), wo=(32, 8),
-            wqkv=(12, 64), wqkv3=(12, 96), bv=(16,), bo=(4, 1), bqkv=(96,),
-        ), **HEADS,
-    )  # fmt: skip
-    feeds = {"h": rng.standard_normal((2, 5, 12)).astype(np.float32)}
-    fold = check(bench, graph, "o", feeds=None if sizes == "2, 5" else feeds)
-    assert fold.kind == "linear", fold.detail
-    assert fold.site == "v"
-    np.testing.assert_array_equal(fold.ties, ties)
 
 
 SWIGLU = "s = Sigmoid(gate) a = Mul(gate, s)"
@@ -486,39 +332,6 @@ def test_a_mul_where_nothing_folds(bench: Any, rng: np.random.Generator, case: s
     assert ops["Mul"] == bench.ops(graph).get("Mul", 0) + 1
 
 
-CACHES = {
-    "Concat with the past": (
-        f"{PROJECTIONS} {SPLIT} present = Concat<axis = 2>(past, v2) o0 = Attention(q2, k2, v2)"
-        f"{JOIN}", "v2 is also read by Concat"),
-    "past of Attention": (
-        f"{PROJECTIONS} {SPLIT} o0, pk, present = Attention(q2, k2, v2, , past, past) {JOIN}",
-        "keeps V in a cache"),
-    "present of Attention": (
-        f"{PROJECTIONS} {SPLIT} o0, pk, present = Attention(q2, k2, v2, , past, past) {JOIN}",
-        "keeps V in a cache"),
-    "GroupQueryAttention": (
-        f"{PROJECTIONS} x, pk, present = com.microsoft.GroupQueryAttention<num_heads = 4,"
-        "kv_num_heads = 2>(q0, k0, v0, , , last, total)", "keeps V in a cache"),
-    "the whole of V": (
-        f"{PROJECTIONS} {SPLIT} present = Identity(v2) o0 = Attention(q2, k2, v2) {JOIN}",
-        "v2 is also read by Identity"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CACHES)
-def test_a_cache_keeps_its_meaning(bench: Any, rng: np.random.Generator, case: str) -> None:
-    body, reason = CACHES[case]
-    graph = bench.build(
-        f"""{HEADER} g (float[2, 5, 12] h, float[2, 2, 3, 8] past) =>
-            (float[2, 5, 8] y, float[2, 2, P, 8] present) {{ {body} [o] y = MatMul(x, wo) }}""",
-        **weights(rng, wq=(12, 32), wk=(12, 16), wv=(12, 16), wo=(32, 8)),
-        **HEADS,
-    )  # fmt: skip
-    fold = check(bench, graph, "o")
-    assert fold.kind == "mul"
-    assert reason in fold.detail
-
-
 def test_a_transposed_activation_gets_a_mul_of_its_own(bench: Any, rng: Any) -> None:
     graph = bench.build(
         "g (float[16, 16] h) => (float[16, 8] y, float[16, 8] z) { x = LayerNormalization(h, w)"
@@ -590,25 +403,6 @@ def test_a_producer_that_has_changed_meanwhile(bench: Any, rng: np.random.Genera
         apply_fold(fold, ones, graph, rewriter)
 
 
-def test_scales_that_are_not_as_wanted(bench: Any, rng: np.random.Generator) -> None:
-    graph = bench.build(
-        f"{HEADER} g (float[2, 5, 12] h) => (float[2, 5, 8] y) {{ {VALUES['spelled out'][0]}"
-        "[o] y = MatMul(x, wo) }",
-        **weights(rng, wq=(12, 32), wk=(12, 16), wv=(12, 16), wo=(32, 8)), **HEADS,
-    )  # fmt: skip
-    fold, rewriter = find(graph, "o"), Rewriter(graph.model)
-    uneven = np.ones(32, np.float32)
-    uneven[3] = 2
-    with pytest.raises(GraphError, match="channel 3 of x has the scale 2, another one of row 3"):
-        apply_fold(fold, uneven, graph, rewriter)
-    for bad in (np.zeros(32, np.float32), np.full(32, np.nan, np.float32), uneven[:8]):
-        with pytest.raises(GraphError, match="wanted 32 finite numbers above zero"):
-            apply_fold(fold, bad, graph, rewriter)
-    other = dataclasses.replace(fold.sites[0], node=graph.sites()[0].node)
-    with pytest.raises(GraphError, match="that read the one value"):
-        find_fold(fold.activation, [fold.sites[0], other], graph)
-
-
 @pytest.mark.parametrize("variant", ["default", "plain"])
 def test_every_activation_of_the_tiny_model(bench: Any, tmp_path: Path, variant: str) -> None:
     """All folds at once, found before the first is applied, on both of torch's exports."""
@@ -627,49 +421,3 @@ def test_every_activation_of_the_tiny_model(bench: Any, tmp_path: Path, variant:
     assert bench.ops(work)["Mul"] == bench.ops(graph)["Mul"]
     work.save(tmp_path / "folded.onnx")
     bench.close(runtime.open(tmp_path / "folded.onnx", reference=True).run(feeds), wanted, 1e-5)
-
-
-@st.composite
-def _shapes(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
-    """Two shapes of one size, and which axes of the second hold channels."""
-    atoms = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-
-    def grouped() -> list[int]:
-        cuts = sorted(draw(st.sets(st.integers(1, len(atoms)), max_size=len(atoms))) | {len(atoms)})
-        return [int(np.prod(atoms[a:b])) for a, b in zip([0, *cuts], cuts, strict=False)]
-
-    after = grouped()
-    dims = [size if draw(st.booleans()) else 1 for size in after]
-    return grouped(), after, dims
-
-
-@given(_shapes())
-def test_channels_through_any_reshape(case: tuple[list[int], list[int], list[int]]) -> None:
-    """Factors in front, reshaped, are the factors behind; where refused, none could be."""
-    before, after, dims = case
-    behind = np.arange(1, np.prod(dims) + 1).reshape(dims)
-    wanted = np.broadcast_to(behind, after).reshape(before)
-    found = reshaped(before, after, dims)
-    if found is None:
-        assert any(size > 1 for size in dims)
-        return
-    np.testing.assert_array_equal(np.broadcast_to(behind.reshape(found), before), wanted)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "dims", "wanted"),
-    [
-        (["b", "s", 16], ["b", "s", 4, 4], [1, 1, 4, 4], (1, 1, 16)),
-        (["b", "s", 4, 4], ["b", "s", 16], [1, 1, 16], (1, 1, 4, 4)),
-        (["b", 2, 3, "s", 4], ["b", 6, "s", 4], [1, 6, 1, 4], (1, 2, 3, 1, 4)),
-        (["b", 2, 1, "s", 4], ["b", 2, "s", 4], [1, 2, 1, 4], (1, 2, 1, 1, 4)),
-        (["b", "s", 16], [None, 16], [1, 16], (1, 1, 16)),
-        (["b", 4, "s", 4], [None, "s", 4], [1, 1, 4], (1, 1, 1, 4)),
-        ([None, "s", 4], ["b", 4, "s", 4], [1, 4, 1, 4], None),
-        (["b", "s", None], ["b", "s", 16], [1, 1, 16], None),
-        ([2, 3, 16], [6, 16], [1, 16], (1, 1, 16)),
-        ([8, 4], [2, 4, 4], [1, 4, 4], None),
-    ],
-)
-def test_reshapes_by_hand(before: Any, after: Any, dims: Any, wanted: Any) -> None:
-    assert reshaped(before, after, dims) == wanted

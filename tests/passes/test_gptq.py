@@ -106,12 +106,25 @@ def test_refining_ends_where_no_single_code_can_be_bettered() -> None:
 def test_refitted_scales_are_the_least_squares_answer() -> None:
     weights, hessian, grid = problem(FORMATS[0], gaussian())
     codes = nearest(weights, grid)
-    fitted = gptq.refit(weights, hessian, grid, codes)
+    fitted = gptq.refit(weights, hessian, grid, codes, ir.DataType.FLOAT)
     best = total(weights, codes, fitted, hessian)
     assert best < total(weights, codes, grid, hessian)
     for change in (0.995, 1.005):
         scaled = dataclasses.replace(fitted, scales=fitted.scales * change)
         assert total(weights, codes, scaled, hessian) > best * (1 - 1e-3)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e6])
+def test_refitted_scales_are_those_that_float16_holds(size: float) -> None:
+    weights, hessian, grid = problem(FORMATS[0], gaussian())
+    codes = nearest(weights, grid)
+    fitted = gptq.refit(weights * size, hessian, grid, codes, ir.DataType.FLOAT16).scales
+    if size > 1:  # too large to be stored: they stay as they were
+        assert torch.equal(fitted, grid.scales)
+    else:  # below the normal numbers
+        tiny = torch.finfo(torch.float16).tiny
+        assert (fitted >= tiny).all() and (fitted == tiny).any()
+        assert torch.equal(fitted.half().float(), fitted)
 
 
 HARD = {

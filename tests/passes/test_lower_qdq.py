@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from qgraph.passes.quantize_rtn import RoundedSource
+from qgraph.passes.rounded import RoundedSource
 
 K, N = 40, 24
 

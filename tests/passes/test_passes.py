@@ -14,7 +14,7 @@ from qgraph.capabilities import Capabilities
 from qgraph.errors import InputError
 from qgraph.kernel_choice import query_of
 from qgraph.passes.base import Context, Pass
-from qgraph.plan import make_plan
+from qgraph.planning import make_plan
 from qgraph.recipe import Recipe
 
 TEXT = """g (int64[B, T] ids, float[1, 24] x) => (float[B, T, 40] y) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from onnx import helper, numpy_helper, parser
 
 import qgraph
 from qgraph.formats.base import Array
-from qgraph.passes import solve_stages
+from qgraph.passes import solve_stages, solve_weights
 from qgraph.passes.solve_weights import StageSolver
 from qgraph.solver_names import needs_data, parts_of
 
@@ -254,6 +255,52 @@ def test_awq_folds_where_it_can(tmp_path: Path) -> None:
     want, have, rounded = (qgraph.open(path).run(feeds[0])["y"] for path in (model, output, plain))
     assert np.linalg.norm(have - want) < 0.9 * np.linalg.norm(rounded - want)
     assert all(item.solver == "awq" for item in result.plan.decisions)
+
+
+def loud(folder: Path, row: int) -> tuple[Path, list[dict[str, Array]]]:
+    """A float16 linear of 512 rows, and data on which its input channel 5 is 10⁴ times the others.
+
+    One weight, of `row` in that channel, is 2000: times AWQ's larger factors it is too large for
+    float16 scales, and so in every 4-bit format.
+    """
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((K, 512)).astype(np.float16)
+    weight[5, row] = 2000
+    x = rng.standard_normal((256, K)) * 1e-3
+    x[:, 5] = rng.choice([-10, 10], 256)
+    model = parser.parse_model(
+        f'<ir_version: 9, opset_import: ["" : 18]> loud (float16[B, {K}] x) => (float16[B, 512] y) '
+        "{ y = MatMul(x, w) }"
+    )
+    model.graph.node[0].name = "linear"
+    model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    onnx.save(model, folder / "m.onnx")
+    return folder / "m.onnx", [{"x": x.astype(np.float16)}]
+
+
+def test_channel_factors_too_large_for_float16_are_passed_over(tmp_path: Path) -> None:
+    model, feeds = loud(tmp_path, row=4)
+    output, result = solve(model, solver="awq", calibrate=feeds)
+    words = [step.detail for step in result.report.steps if "→" in step.rule]
+    assert re.search(r"alpha 0\.[1-9]\d \(scales do not fit FLOAT16 at [1-9]", words[0])
+    assert [node.op_type for node in onnx.load(output).graph.node] == ["Mul", "MatMulNBits"]
+    plain, _ = solve(model, "p.onnx", solver="rtn", calibrate=None)
+    want, have, rounded = (qgraph.open(path).run(feeds[0])["y"] for path in (model, output, plain))
+    distance = [np.linalg.norm(each.astype(np.float64) - want) for each in (have, rounded)]
+    assert distance[0] < 0.5 * distance[1]
+
+
+def test_a_stage_goes_without_channel_factors_that_do_not_fit_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The factors are searched on every fourth row, which the large weight is not among.
+    monkeypatch.setattr(solve_weights, "SAMPLED_BYTES", 4 * K * 128)
+    model, feeds = loud(tmp_path, row=3)
+    output, result = solve(model, solver="awq", calibrate=feeds)
+    (words,) = [step.detail for step in result.report.steps if step.pass_name == "solve"]
+    assert "no channel factors: with them a scale does not fit its type" in words
+    assert [node.op_type for node in onnx.load(output).graph.node] == ["MatMulNBits"]
+    assert np.isfinite(qgraph.open(output).run(feeds[0])["y"]).all()
 
 
 @pytest.mark.parametrize("spec", ["awq+gptq", "awq+rtn"])

@@ -71,7 +71,8 @@ def test_int8_compute_at_2_bits(block: int, dtype: str) -> None:
         (matmul("float32", 4, 64, 3), "LEVEL_UNSUPPORTED", "no accuracy level 3"),
         (matmul("float32", 8, 64, 0), "SLOWER_THAN_FLOAT_AT_M", "the speed of a float MatMul"),
         (matmul("float16", 2, 64, 0), "SLOWER_THAN_FLOAT_AT_M", "the speed of a float MatMul"),
-        (Query(DEQUANTIZE_LINEAR, "float32", 4, 64), "NO_FUSED_KERNEL", "has no kernel for"),
+        (Query(DEQUANTIZE_LINEAR, "float32", 4, 64), "NO_FUSED_KERNEL", "no kernel for int codes"),
+        (Query("x::Y", "float32", 4, 64), "NO_FUSED_KERNEL", "has no kernel for x::Y"),
     ],
 )
 def test_refusals_on_the_cpu(query: Query, reason: str, words: str) -> None:

@@ -1,0 +1,85 @@
+"""Fuse dequantize-then-multiply of bitsandbytes' levels into ONNX Runtime's MatMulBnb4."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import onnx_ir as ir
+
+from qgraph.capabilities import MATMUL_BNB4, Query
+from qgraph.graph import Graph
+from qgraph.kernel_choice import BNB4_TYPES, layout_of, spell_kernel
+from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
+from qgraph.passes.lower_matmul_nbits import (
+    CannotFuse,
+    around,
+    check_activation,
+    check_view,
+    chosen,
+    place,
+)
+from qgraph.report import Step
+from qgraph.rewrite import Rewriter
+from qgraph.sites import CONTRIB, Site
+
+
+@dataclasses.dataclass(frozen=True)
+class LowerMatMulBnb4(Pass):
+    """One fused op per linear, for blocks that divide the rows.
+
+    before:  w = qgraph::DequantizeNf4V1 (codes, scales)
+             t = Transpose <perm = [1, 0]> (w)
+             y = MatMul(x, t)
+    after:   y = com.microsoft::MatMulBnb4 <K, N, block_size = 64, quant_type = 1>
+                 (x, codes, scales)                    codes u8 [N·K/2], scales [N·K/64]
+    """
+
+    name: ClassVar[str] = "lower_matmul_bnb4"
+
+    def run(self, graph: Graph, context: Context) -> list[Step]:
+        """Fuse every linear whose best kernel this is."""
+        rewriter = Rewriter(graph.model)
+        parts = PackedParts(rewriter)
+        steps = []
+        for site in graph.sites():
+            if not is_lazy(site.dequantizer) or site.role == "embedding":
+                continue
+            answer, query = chosen(site, context)
+            if not answer or query.op != MATMUL_BNB4:
+                continue
+            try:
+                check_view(site)
+                check_activation(site)
+                nodes = _fused(site, query, parts, rewriter)
+            except CannotFuse as refused:
+                steps.append(Step(self.name, "MatMulBnb4", site.name, "refused", *refused.args))
+                continue
+            place(site, nodes, "MatMulBnb4", rewriter)
+            rule = f"{site.op} → MatMulBnb4"
+            steps.append(Step(self.name, rule, site.name, "done", None, spell_kernel(query)))
+        return steps
+
+
+def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> list[ir.Node]:
+    """MatMulBnb4 with a bias behind it."""
+    assert site.dequantizer is not None
+    source = source_of(site.dequantizer)
+
+    def fuse(activation: ir.Value, bias: ir.Value | None) -> ir.Node:
+        packed = parts.get(source, layout_of(source.format, query))
+        return rewriter.node(
+            "MatMulBnb4",
+            [activation, packed["codes"], packed["scales"]],
+            name=f"{site.name}/fused",
+            domain=CONTRIB,
+            attributes={
+                "K": site.k,
+                "N": site.n,
+                "block_size": query.block,
+                "quant_type": BNB4_TYPES[query.numbers],
+            },
+            dtype=site.dtype,
+        )
+
+    return around(site, rewriter, fuse, takes_bias=False)

@@ -1,0 +1,78 @@
+"""`qgraph capture`: a torch program or a Hugging Face folder becomes an ONNX file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A .pt2 that torch.export.save wrote, or a Hugging Face folder (config.json and "
+        "safetensors).",
+    ),
+]
+Output = Annotated[
+    str | None,
+    typer.Option(
+        "-o", "--output", metavar="OUT.onnx", help="The .onnx to write. Default: beside SOURCE."
+    ),
+]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Load a .pt2 with pickles or custom objects in it, which can run any code.",
+    ),
+]
+SingleFile = Annotated[bool, typer.Option("--single-file", help="No data file (up to 2 GB).")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+
+def capture(
+    source: Source,
+    output: Output = None,
+    trust: Trust = False,
+    single_file: SingleFile = False,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write SOURCE as an ONNX file that `optimize`, `explain` and every ONNX runtime take.
+
+    Example: qgraph capture model.pt2 -o model.onnx
+    """
+    from qgraph import console, pipeline
+    from qgraph.cli.optimize import chosen_output
+    from qgraph.console import megabytes, print_line
+    from qgraph.saved_file import check_output
+    from qgraph.writer import save
+
+    place = source.resolve()
+    name = place.name if place.is_dir() else place.stem
+    target = chosen_output(output, place.with_name(f"{name}.onnx"))
+    check_output(target, force=force, protect=[source])
+    with console.Stages(console.messages(), quiet=quiet) as stages:
+        stages.stage("capturing")
+        graph = pipeline.capture(source, trust=trust)
+        stages.finish(f"{len(graph.model.graph)} nodes, {len(graph.sites())} sites")
+        stages.stage("writing", total=1000)
+        files = save(
+            graph.model,
+            target,
+            single_file=single_file,
+            force=force,
+            protect=graph.files,
+            progress=lambda done, size: stages.advance(1000 * done // max(1, size)),
+        )
+    if quiet:
+        return
+    out = console.output()
+    for note in graph.notes:
+        print_line(out, f"note: {note}")
+    for path in files:
+        print_line(out, f"wrote {path} ({megabytes(path.stat().st_size)})")
+    print_line(out, f"next: qgraph optimize {files[0]} --int4-groups 128")

@@ -1,0 +1,152 @@
+"""Codes to floats in torch: bit-equal with the formats' numpy `unpack` and `dequantize`.
+
+Codes lie as `Layout("blocks")`: u8 `[N, nb, bytes]`, low bits first; the block is
+`bytes * 8 // bits` codes. Arithmetic is float32, the result is rounded to its dtype at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qgraph.errors import InputError
+
+_INTEGER = re.compile(r"(Int|Uint)([248])V1")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class IntegerCodes(NamedTuple):
+    """What the name of an integer layout says: `Int4V1` is 4 bits, symmetric."""
+
+    bits: int
+    symmetric: bool
+
+    @property
+    def middle(self) -> int:
+        """The zero point of symmetric codes, which are stored unsigned."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def offset(self) -> int:
+        """What was added to every code to make it unsigned."""
+        return self.middle if self.symmetric else 0
+
+
+@functools.cache
+def integer_codes(layout: str) -> IntegerCodes | None:
+    """The integer layout called `layout`, or None if it is another one."""
+    found = _INTEGER.fullmatch(layout)
+    return IntegerCodes(int(found[2]), found[1] == "Int") if found else None
+
+
+def dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    k: int,
+    layout: str,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """W `[N, k]` in `dtype` (`float_type` of the scales if None).
+
+    codes: u8 `[N, nb, bytes]`; scales: float `[N, nb]`; zeros: u8 `[N, ceil(nb·bits/8)]` packed
+    like the codes, or float `[N, nb]`, which gives (q - z)·s; None for symmetric layouts.
+
+    Raises:
+        InputError: `layout` is no layout that this version knows, or zeros do not go with it.
+    """
+    dtype = dtype or float_type(scales)
+    kind = integer_codes(layout)
+    if kind is None:
+        from qgraph.runtimes.torch import format_function
+
+        return format_function.dequantize(codes, scales, zeros, k, layout).to(dtype)
+    check_zeros(zeros, kind, layout)
+    if codes.device.type == "cpu":
+        values = Scratch(kind, codes.numel()).code_values(codes)
+    else:
+        values = unpack(codes, kind.bits).to(torch.float32).sub_(kind.offset)
+    return scaled(values, scales, zeros, kind)[:, :k].to(dtype).contiguous()
+
+
+def float_type(scales: Tensor) -> torch.dtype:
+    """The dtype of a dequantized weight: that of its scales, float32 where those are codes."""
+    return scales.dtype if scales.dtype in FLOATS else torch.float32
+
+
+def scaled(values: Tensor, scales: Tensor, zeros: Tensor | None, kind: IntegerCodes) -> Tensor:
+    """W, float32 `[N, nb·block]`, written over its codes, less the offset, `[N, nb, block]`."""
+    if zeros is not None:
+        values.sub_(zero_points(zeros, kind.bits, values.shape[1]).unsqueeze(2))
+    return values.mul_(scales.to(torch.float32).unsqueeze(2)).flatten(1)
+
+
+def zero_points(zeros: Tensor, bits: int, blocks: int) -> Tensor:
+    """float32 `[N, blocks]` of zero points, packed or already float."""
+    if zeros.dtype == torch.uint8:
+        zeros = unpack(zeros, bits)[:, :blocks]
+    return zeros.to(torch.float32)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """u8 `[…, m]` into u8 `[…, m·8/bits]`, low bits first."""
+    if bits == 8:
+        return packed
+    mask = (1 << bits) - 1
+    planes = [(packed >> shift if shift else packed) & mask for shift in range(0, 8, bits)]
+    return torch.stack(planes, -1).flatten(-2)
+
+
+class Scratch:
+    """Room for the codes of `size` bytes as floats, on the CPU; used again, its pages stay.
+
+    A byte is looked up as one number as wide as its floats together: half the time of shifts,
+    masks and a stack.
+    """
+
+    def __init__(self, kind: IntegerCodes, size: int) -> None:
+        self.kind = kind
+        self.floats = torch.empty(size * 8 // kind.bits)
+        self.index = torch.empty(size if kind.bits < 8 else 0, dtype=torch.int32)
+
+    def code_values(self, codes: Tensor) -> Tensor:
+        """float32 `[N, nb, block]`, the codes less the offset, for u8 `[N, nb, bytes]`.
+
+        The next call writes over it.
+        """
+        bits, offset = self.kind.bits, self.kind.offset
+        block = codes.shape[2] * 8 // bits
+        floats = self.floats[: codes.numel() * 8 // bits].view(*codes.shape[:2], block)
+        if bits == 8:
+            return floats.copy_(codes).sub_(offset)
+        table = _byte_table(bits, offset)
+        index = self.index[: codes.numel()]
+        index.view(codes.shape).copy_(codes)
+        torch.index_select(table, 0, index, out=floats.view(table.dtype).view(-1))
+        return floats
+
+
+@functools.cache
+def _byte_table(bits: int, offset: int) -> Tensor:
+    """The float32 codes less `offset` in each byte, seen as 256 numbers of 8 or 16 bytes."""
+    with torch.inference_mode(False):
+        codes = unpack(torch.arange(256, dtype=torch.uint8).unsqueeze(1), bits)
+        wide = torch.float64 if bits == 4 else torch.complex128
+        return codes.to(torch.float32).sub_(offset).view(wide).view(-1)
+
+
+def check_zeros(zeros: Tensor | None, kind: IntegerCodes, layout: str) -> None:
+    """Raise InputError if zero points are missing from `layout`, or do not belong to it."""
+    if kind.symmetric and zeros is not None:
+        raise InputError(
+            f"{layout} is symmetric, found zero points of {zeros.dtype}; "
+            f"wanted none, or the layout U{layout.lower()[:-2]}V1"
+        )
+    if not kind.symmetric and zeros is None:
+        raise InputError(
+            f"{layout} needs zero points, found none: give them, or use Int{kind.bits}V1"
+        )

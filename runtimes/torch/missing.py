@@ -1,0 +1,33 @@
+"""Which operators of a model the executor lacks, all in one message."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from qgraph.errors import InputError
+from qgraph.runtimes.torch.table import find
+from qgraph.scopes import nodes
+
+_SHOWN = 3
+
+
+def check_operators(model: ir.Model) -> None:
+    """Raise InputError naming each operator that the table lacks and the nodes that want it."""
+    lacking: dict[tuple[str, str], list[str]] = {}
+    for node in nodes(model.graph):
+        constant = node.op_type == "Constant" and node.domain == ""
+        if not constant and find(node.domain, node.op_type) is None:
+            lacking.setdefault((node.domain, node.op_type), []).append(node.name or "?")
+    if not lacking:
+        return
+    parts = []
+    for (domain, name), found in lacking.items():
+        version = model.graph.opset_imports.get(domain, 1)
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        where = ", ".join(found[:_SHOWN])
+        parts.append(f"{domain or 'ai.onnx'}::{name} (opset {version}; node {where}{more})")
+    kinds = "one kind of operator" if len(parts) == 1 else f"{len(parts)} kinds of operators"
+    raise InputError(
+        f"the torch executor lacks {kinds} of this model: {'; '.join(parts)}. "
+        "Run it on ONNX Runtime, or export it without"
+    )

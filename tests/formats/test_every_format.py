@@ -1,0 +1,428 @@
+"""One suite for every registry entry with each of its options: bytes, bounds, ONNX functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from onnx import helper
+from onnx.inliner import inline_local_functions
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from qgraph import registry
+from qgraph.errors import InputError
+from qgraph.formats.base import PARTS, Array, Format, QuantizedWeight, named, parse, variants
+from qgraph.formats.output_bound import output_error_bound
+
+F32, F16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
+FORMATS = [f for name in registry.names("format") for f in variants(registry.load("format", name))]
+IDS = [f.spell() for f in FORMATS]
+every = pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+scale_dtypes = pytest.mark.parametrize("dtype", [F32, F16])
+
+
+def gaussian(n: int, k: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal((n, k)).astype(np.float32) * np.float32(0.05)
+
+
+def as_bytes(parts: Mapping[Any, Array]) -> dict[Any, Array]:
+    return {p: np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8) for p, a in parts.items()}
+
+
+def assert_same(found: QuantizedWeight, wanted: QuantizedWeight) -> None:
+    arrays = [(found.codes, wanted.codes), (found.scales, wanted.scales)]
+    assert (found.zeros is None) == (wanted.zeros is None)
+    if found.zeros is not None and wanted.zeros is not None:
+        arrays.append((found.zeros, wanted.zeros))
+    assert found.more.keys() == wanted.more.keys()
+    arrays += [(found.more[name], wanted.more[name]) for name in wanted.more]
+    for one, other in arrays:
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+# ------------------------------------------------------------------------------------- spelling
+
+
+@every
+def test_is_found_by_its_function(fmt: Format) -> None:
+    assert parse(fmt.spell()) == fmt
+    found = named(fmt.function_name)
+    assert found is not None
+    assert found.function_name == fmt.function_name
+    assert (found.levels.tobytes(), found.numbers) == (fmt.levels.tobytes(), fmt.numbers)
+    assert fmt.linear_name == fmt.function_name.replace("Dequantize", "Linear")
+
+
+def test_no_two_kinds_of_number_share_a_function() -> None:
+    kinds: dict[str, set[tuple[int, str]]] = {}
+    for fmt in FORMATS:
+        kinds.setdefault(fmt.function_name, set()).add((fmt.bits, fmt.numbers))
+    assert all(len(kind) == 1 for kind in kinds.values())
+    assert named("DequantizeInt5V1") is None
+
+
+@every
+def test_levels_are_those_of_the_codes(fmt: Format) -> None:
+    """A weight of scale 1 and zero point 0 reads back as the levels."""
+    low, high = fmt.code_range
+    codes = np.arange(low, high + 1)[None]
+    kind = np.int8 if low < 0 else np.uint8
+    group = {"group": 0} if "group" in fmt.options else {}
+    whole = dataclasses.replace(fmt, **group)
+    nb = -(-codes.size // whole.group) if whole.group else 1
+    ones = np.ones((1, nb), np.float32)
+    zeros = None if fmt.symmetric else np.zeros((1, nb), np.uint8)
+    weight = QuantizedWeight(codes.astype(kind), ones, zeros)
+    np.testing.assert_array_equal(whole.dequantize(weight)[0], fmt.levels)
+    assert len(fmt.levels) == 1 << fmt.bits
+
+
+# ---------------------------------------------------------------------------------------- bytes
+
+
+@every
+@scale_dtypes
+@pytest.mark.parametrize("n, k", [(1, 1), (3, 40), (130, 200), (300, 328)])
+def test_packing_round_trip(fmt: Format, dtype: ir.DataType, n: int, k: int) -> None:
+    """Ragged groups, blocks and bytes; what is stored is what was said to be stored."""
+    weight = fmt.quantize(gaussian(n, k), dtype)
+    parts = fmt.pack(weight, fmt.default_layout)
+    specs = fmt.parts(n, k, dtype, fmt.default_layout)
+    assert list(parts) == list(specs) == [part for part in PARTS if part in specs]
+    assert len(specs) <= 3
+    for part, spec in specs.items():
+        assert (parts[part].shape, parts[part].dtype) == (spec.shape, spec.dtype.numpy())
+    assert_same(fmt.unpack(as_bytes(parts), n, k, fmt.default_layout), weight)
+    assert_same(fmt.unpack(parts, n, k, fmt.default_layout), weight)
+
+
+@every
+def test_blocks_of_rows_are_pieces_of_the_whole(fmt: Format) -> None:
+    """Each block of rows fills its span of every part; the surveys of all make the format fit."""
+    n, k = 1000, 72
+    rows = gaussian(n, k)
+    step = max(8, fmt.row_step(k))
+    starts = range(0, n, step)
+    surveys = [fmt.survey(rows[i : i + step]) for i in starts]
+    fitted = fmt.fitted(surveys) if fmt.needs_survey else fmt
+    whole = fmt.pack(fmt.quantize(rows, F32), fmt.default_layout)
+    specs = fmt.parts(n, k, F32, fmt.default_layout)
+    pieces = [fitted.quantize(rows[i : i + step], F32) for i in starts]
+    assert_same(QuantizedWeight.joined(pieces), fmt.fitted_to(rows).quantize(rows, F32))
+    for part, spec in specs.items():
+        data = bytearray(whole[part].nbytes)
+        for start, piece in zip(starts, pieces, strict=True):
+            first, last = spec.span(start, min(start + step, n))
+            packed = fmt.pack(piece, fmt.default_layout)[part].tobytes()
+            assert len(packed) == last - first
+            data[first:last] = packed
+        assert bytes(data) == whole[part].tobytes()
+
+
+@every
+def test_rows_that_lie_column_by_column(fmt: Format) -> None:
+    rows = gaussian(700, 333)
+    weight = fmt.quantize(np.asfortranarray(rows), F32)
+    assert weight.codes.flags.f_contiguous
+    assert_same(weight, fmt.quantize(rows, F32))
+    parts = fmt.pack(weight, fmt.default_layout)
+    for part, array in fmt.pack(fmt.quantize(rows, F32), fmt.default_layout).items():
+        np.testing.assert_array_equal(parts[part], array)
+
+
+@every
+def test_some_rows_of_a_weight(fmt: Format) -> None:
+    weight = fmt.quantize(gaussian(40, 100), F32)
+    some = weight.rows(slice(8, 24))
+    np.testing.assert_array_equal(fmt.dequantize(some), fmt.dequantize(weight)[8:24])
+    halves = [weight.rows(slice(0, 17)), weight.rows(slice(17, None))]
+    assert_same(QuantizedWeight.joined(halves), weight)
+
+
+@every
+@scale_dtypes
+def test_size_is_that_of_the_parts(fmt: Format, dtype: ir.DataType) -> None:
+    k, n = 512, 1024
+    specs = fmt.parts(n, k, dtype, fmt.default_layout).values()
+    stored = 8 * sum(spec.nbytes for spec in specs) / (n * k)
+    assert fmt.size_bits(k, dtype) == pytest.approx(stored, abs=1e-3)
+
+
+# --------------------------------------------------------------------------------------- values
+
+
+@every
+@scale_dtypes
+def test_zeros_stay_zeros(fmt: Format, dtype: ir.DataType) -> None:
+    rows = gaussian(140, 160)
+    rows[:, 64:128] = 0
+    rows[130:] = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight = fmt.quantize(rows, dtype)
+        back = fmt.dequantize(weight)
+    assert np.isfinite(weight.scales).all()
+    assert (back[:, 64:128] == 0).all()
+    assert (back[130:] == 0).all()
+    assert (fmt.dequantize(fmt.quantize(np.zeros((3, 48), np.float32), dtype)) == 0).all()
+
+
+def assert_within_bound(fmt: Format, rows: Array, dtype: ir.DataType) -> float:
+    """The largest share of the bound that is used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            weight = fmt.quantize(rows, dtype)
+        except OverflowError as error:
+            row, group = error.args[1]
+            assert row < len(rows)
+            assert group * (fmt.group or rows.shape[1]) < rows.shape[1]
+            assert np.abs(rows).max() > (1e4 if dtype == F16 else 1e38)
+            return 0.0
+    bound = np.repeat(fmt.error_bound(weight), fmt.group or rows.shape[1], axis=1)
+    error_ = np.abs(rows.astype(np.float64) - fmt.dequantize(weight))
+    bound = bound[:, : rows.shape[1]].astype(np.float64)
+    assert (error_ <= bound).all()
+    return float((error_ / np.where(bound == 0, 1, bound)).max())
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False, width=32)
+wide = st.builds(
+    lambda m, e: float(np.float32(m * 2.0**e)), st.floats(-1, 1), st.integers(-149, 126)
+)
+close = st.floats(-1, 1, width=32)
+
+
+@every
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_error_bound_holds_elementwise(fmt: Format, data: st.DataObject) -> None:
+    shape = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 70)))
+    elements = data.draw(st.sampled_from([finite, wide, close]))
+    rows = data.draw(hnp.arrays(np.float32, shape, elements=elements))
+    assert_within_bound(fmt, rows, data.draw(st.sampled_from([F32, F16])))
+
+
+@every
+@pytest.mark.parametrize("magnitude", [1e-38, 1e-6, 1e-3, 1.0, 1e4])
+def test_error_bound_is_used(fmt: Format, magnitude: float) -> None:
+    rows = (gaussian(256, 320, seed=1).astype(np.float64) * 20 * magnitude).astype(np.float32)
+    used = [assert_within_bound(fmt, rows, dtype) for dtype in (F32, F16)]
+    assert magnitude != 1.0 or min(used) > 0.05
+
+
+@every
+@scale_dtypes
+def test_nearest_level(fmt: Format, dtype: ir.DataType) -> None:
+    """No other code of the same scale and zero point is nearer."""
+    rows = gaussian(140, 100)
+    weight = fmt.quantize(rows, dtype)
+    group = fmt.group or 100
+    scales = np.repeat(weight.scales.astype(np.float64), group, axis=1)[:, :100, None]
+    zeros = 0.0
+    if weight.zeros is not None:
+        zeros = np.repeat(weight.zeros.astype(np.float64), group, axis=1)[:, :100, None]
+    levels = fmt.levels[np.isfinite(fmt.levels)].astype(np.float64)
+    least = np.abs((levels - zeros) * scales - rows[..., None].astype(np.float64)).min(-1)
+    found = np.abs(fmt.dequantize(weight).astype(np.float64) - rows)
+    # An integer zero point is rounded apart from the weight: together by half a step each.
+    slack = np.abs(scales[..., 0]) * (0.51 if fmt.numbers == "uint" else 2e-3)
+    assert (found <= least + slack).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@every
+def test_what_is_not_finite_shows(fmt: Format, bad: float) -> None:
+    """Either an OverflowError, or a scale that is not finite: callers look for both."""
+    rows = gaussian(3, 64)
+    rows[1, 33] = bad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            found = fmt.fitted_to(rows).quantize(rows, F32)
+        except OverflowError:
+            return
+    assert not np.isfinite(found.scales).all()
+
+
+@every
+def test_refuses_nothing_to_quantize(fmt: Format) -> None:
+    with pytest.raises(InputError, match=r"found \[0, 4\]"):
+        fmt.validate(0, 4)
+    fmt.validate(1, 1)
+
+
+@every
+def test_refuses_other_scale_types(fmt: Format) -> None:
+    """Where scales are floats; bytes do not care what the activation is."""
+    rows = gaussian(2, 32)
+    specs = fmt.parts(1, 32, F32, fmt.default_layout)
+    if specs["scales"].dtype != F32:
+        assert fmt.quantize(rows, ir.DataType.BFLOAT16).scales.dtype == np.float32
+        return
+    with pytest.raises(InputError, match="scales in BFLOAT16: wanted FLOAT or FLOAT16"):
+        fmt.quantize(rows, ir.DataType.BFLOAT16)
+
+
+# ---------------------------------------------------------------------------- output error bound
+
+
+@every
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 1000), n=st.integers(1, 20), k=st.integers(1, 200))
+def test_output_error_bound_holds(fmt: Format, seed: int, n: int, k: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = (rng.standard_normal((n, k)) * 10.0 ** rng.integers(-4, 3)).astype(np.float32)
+    x = rng.standard_normal((4, k)).astype(np.float32)
+    bound = output_error_bound(rows, fmt, x)
+    weight = fmt.fitted_to(rows).quantize(rows, F32)
+    y = x.astype(np.float64) @ rows.T.astype(np.float64)
+    assert (np.abs(x @ fmt.dequantize(weight).T - y) <= bound).all()
+
+
+@every
+def test_output_error_bound_is_used(fmt: Format) -> None:
+    """To more than 1 %: it is no bound on anything else."""
+    rows, x = gaussian(64, 256), gaussian(16, 256, seed=2)
+    weight = fmt.fitted_to(rows).quantize(rows, F32)
+    y = x.astype(np.float64) @ rows.T.astype(np.float64)
+    error = np.abs(x @ fmt.dequantize(weight).T - y)
+    assert (error / output_error_bound(rows, fmt, x)).max() > 0.01
+
+
+def test_output_error_bound_refuses_what_does_not_fit() -> None:
+    with pytest.raises(InputError, match=r"activations \[2, 9\] do not fit a weight \[3, 8\]"):
+        output_error_bound(gaussian(3, 8), FORMATS[0], gaussian(2, 9))
+    with pytest.raises(InputError, match="K = 2048 is too long"):
+        output_error_bound(gaussian(1, 2048), FORMATS[0], gaussian(1, 2048), unit_roundoff=2.0**-11)
+
+
+# -------------------------------------------------------------------------------- ONNX functions
+
+
+def call(
+    function: ir.Function, feeds: dict[str, Array], k: int, dtype: ir.DataType, rank: int
+) -> onnx.ModelProto:
+    """One call of a function whose parts are inputs, so that nothing is folded."""
+    opset = function.opset_imports[""]
+    node = helper.make_node(
+        function.name, list(feeds), ["y"], domain="qgraph", k=k, dtype=dtype.value
+    )
+    inputs = [
+        helper.make_tensor_value_info(
+            name, helper.np_dtype_to_tensor_dtype(array.dtype), [None] * array.ndim
+        )
+        for name, array in feeds.items()
+    ]
+    output = helper.make_tensor_value_info("y", dtype.value, [None] * rank)
+    proto = helper.make_model(
+        helper.make_graph([node], "g", inputs, [output]),
+        functions=[ir.to_proto(function)],
+        opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid("qgraph", 1)],
+        ir_version=8,
+    )
+    onnx.checker.check_model(proto, full_check=True)
+    return proto
+
+
+def run(proto: onnx.ModelProto, feeds: dict[str, Array]) -> Array:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    data = proto.SerializeToString()
+    session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, feeds)[0])
+
+
+class GatherElements(OpRun):
+    """As specified; the evaluator's own takes no more than 64 numbers of a table."""
+
+    def _run(self, data: Array, indices: Array, axis: int = 0) -> tuple[Array]:
+        return (np.take_along_axis(data, indices, axis),)
+
+
+@every
+@scale_dtypes
+@pytest.mark.parametrize("n, k", [(3, 96), (130, 200), (1, 5)])
+def test_function_equals_dequantize(fmt: Format, dtype: ir.DataType, n: int, k: int) -> None:
+    weight = fmt.quantize(gaussian(n, k), dtype)
+    feeds: dict[str, Array] = {**fmt.pack(weight, fmt.default_layout)}
+    proto = call(fmt.function(13), feeds, k, dtype, 2)
+    wanted = fmt.dequantize(weight).astype(dtype.numpy())
+    results = [run(proto, feeds)]
+    if n < 100:
+        inlined = inline_local_functions(proto)
+        evaluator = ReferenceEvaluator(inlined, new_ops=[GatherElements])
+        results.append(np.asarray(evaluator.run(None, feeds)[0]))
+    for found in results:
+        assert found.dtype == wanted.dtype
+        np.testing.assert_array_equal(found, wanted)
+
+
+@every
+@pytest.mark.parametrize(
+    "opset, n, k, lead", [(13, 130, 200, (2, 3)), (18, 257, 48, (4,)), (24, 7, 33, ())]
+)
+def test_linear_equals_product(
+    fmt: Format, opset: int, n: int, k: int, lead: tuple[int, ...]
+) -> None:
+    weight = fmt.quantize(gaussian(n, k), F32)
+    x = np.random.default_rng(1).standard_normal((*lead, k)).astype(np.float32)
+    feeds: dict[str, Array] = {"x": x, **fmt.pack(weight, fmt.default_layout)}
+    found = run(call(fmt.linear(opset), feeds, k, F32, x.ndim), feeds)
+    wanted = x.astype(np.float64) @ fmt.dequantize(weight).T.astype(np.float64)
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@every
+def test_linear_in_half_precision_and_of_nothing(fmt: Format) -> None:
+    weight = fmt.quantize(gaussian(9, 64), F16)
+    parts = fmt.pack(weight, fmt.default_layout)
+    for shape in ((2, 64), (0, 64)):
+        feeds: dict[str, Array] = {"x": np.ones(shape, np.float16), **parts}
+        found = run(call(fmt.linear(13), feeds, 64, F16, 2), feeds)
+        wanted = feeds["x"].astype(np.float64) @ fmt.dequantize(weight).T.astype(np.float64)
+        assert found.dtype == np.float16
+        assert found.shape == wanted.shape
+        np.testing.assert_allclose(found, wanted, rtol=1e-2, atol=1e-3)
+
+
+@every
+def test_functions_take_only_old_operators(fmt: Format) -> None:
+    """Those whose meaning has not changed since opset 13, so that no model's opset is raised."""
+    for function in (fmt.function(17), fmt.linear(17)):
+        nodes = list(ir.traversal.RecursiveGraphIterator(function))
+        assert {node.domain for node in nodes} == {""}
+        assert {node.op_type for node in nodes} <= {
+            "Add", "Cast", "Concat", "Constant", "Div", "Floor", "Gather", "GatherElements",
+            "Identity", "MatMul", "Max", "Min", "Mul", "Pad", "Range", "ReduceProd", "Reshape",
+            "Scan", "Shape", "Slice", "Squeeze", "Sub", "Transpose", "Unsqueeze",
+        }  # fmt: skip
+        assert list(function.attributes) == ["k", "dtype"]
+        assert function.opset_imports == {"": 17}
+
+
+def test_bodies_depend_on_name_and_opset_only() -> None:
+    def text(function: ir.Function) -> bytes:
+        return bytes(ir.to_proto(function).SerializeToString(deterministic=True))
+
+    seen: dict[str, bytes] = {}
+    for fmt, group in itertools.product(FORMATS, (32, 0)):
+        if "group" in fmt.options:
+            fmt = dataclasses.replace(fmt, group=group)
+        for function in (fmt.function(21), fmt.linear(21)):
+            assert seen.setdefault(function.name, text(function)) == text(function)
+    assert len(set(seen.values())) == len(seen)

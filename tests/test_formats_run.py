@@ -1,0 +1,338 @@
+"""Every format through `optimize` on ONNX Runtime's CPU: which kernel, and what it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnxruntime.capi import onnxruntime_pybind11_state as pybind_state
+
+import qgraph
+from qgraph import registry
+from qgraph.formats.base import Array, Format, parse, variants
+from qgraph.passes import lower_qdq
+from qgraph.passes.opset import CannotRaise
+
+N, K, ROWS = 136, 256, 3
+FORMATS = [f for name in registry.names("format") for f in variants(registry.load("format", name))]
+every = pytest.mark.parametrize("fmt", FORMATS, ids=[f.spell() for f in FORMATS])
+KERNELS = {
+    "fp8-e4m3:scale=tensor": "DequantizeLinear e4m3",
+    "fp8-e4m3": "DequantizeLinear e4m3",
+    "fp8-e4m3:scale=block": "DequantizeLinear e4m3 block=128",
+    "fp8-e5m2:scale=tensor": "DequantizeLinear e5m2",
+    "fp8-e5m2": "DequantizeLinear e5m2",
+    "fp8-e5m2:scale=block": "DequantizeLinear e5m2 block=128",
+    "nf4:group=64": "MatMulBnb4 nf4 block=64",
+    "fp4:group=64": "MatMulBnb4 fp4 block=64",
+    "nf4:group=64,double=true": "portable",
+    "fp4:group=64,double=true": "portable",
+    "mxfp4": "MatMulNBits bits=8 block=32 level=4",
+    "mxfp4:order=halves": "MatMulNBits bits=8 block=32 level=4",
+    "mxfp8": "portable",
+    "mxfp8:element=e5m2": "portable",
+    "nvfp4": "MatMulNBits bits=8 block=16 level=4",
+    "int8-row": "MatMulNBits bits=8 block=128 level=4",
+    "int4-row": "MatMulNBits bits=4 block=128 level=4",
+    "uint4:group=64,zero=float": "MatMulNBits uint-float block=64 level=0",
+}
+
+
+def model(folder: Path, k: int = K, opset: int = 17, kind: str = "float") -> tuple[Path, Array]:
+    """y = x·Wᵀ, and W."""
+    text = f"""<ir_version: 8, opset_import: ["" : {opset}]>
+        g ({kind}[{ROWS}, {k}] x) => ({kind}[{ROWS}, {N}] y) {{ y = Gemm<transB = 1>(x, w) }}"""
+    weight = np.random.default_rng(0).standard_normal((N, k)).astype(np.float32) * np.float32(0.1)
+    weight = weight.astype(np.float16 if kind == "float16" else np.float32)
+    proto = onnx.parser.parse_model(text)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(proto, folder / "m.onnx")
+    return folder / "m.onnx", weight.astype(np.float32)
+
+
+def optimized(folder: Path, fmt: Format, k: int = K, kind: str = "float", **options: Any) -> Any:
+    """The decision, what the model gives, and what the dequantized weight gives."""
+    source, weight = model(folder, k, kind=kind)
+    target = options.get("target", "ort-cpu")
+    dtype = ir.DataType.FLOAT16 if kind == "float16" else ir.DataType.FLOAT
+    out = folder / "out.onnx"
+    result = qgraph.optimize(source, out, format=fmt.spell(), min_elements=1, **options)
+    x = np.random.default_rng(1).standard_normal((ROWS, k)).astype(dtype.numpy())
+    found = qgraph.open(out, target=target).run({"x": x})["y"]
+    quantized = fmt.dequantize(fmt.fitted_to(weight).quantize(weight, dtype))
+    return result.plan.decisions[0], found, x.astype(np.float64) @ quantized.T.astype(np.float64)
+
+
+def assert_near(found: Array, wanted: Array, kernel: str, half: bool = False) -> None:
+    """Level 4 rounds activations to int8."""
+    error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    assert error < (1.5e-2 if "level=4" in kernel else 2e-3 if half else 2e-6)
+
+
+@every
+def test_kernel_and_numbers(fmt: Format, tmp_path: Path) -> None:
+    decision, found, wanted = optimized(tmp_path, fmt)
+    assert decision.quantized
+    assert decision.kernel == KERNELS.get(fmt.spell(), decision.kernel)
+    assert "MatMulNBits" in decision.kernel or fmt.spell() in KERNELS or fmt.zero == "float"
+    assert_near(found, wanted, decision.kernel)
+
+
+@every
+def test_ragged_rows(fmt: Format, tmp_path: Path) -> None:
+    """K that no group divides: MatMulBnb4 cannot, what runs instead is right."""
+    decision, found, wanted = optimized(tmp_path, fmt, k=200)
+    assert_near(found, wanted, decision.kernel)
+    if fmt.name in ("nf4", "fp4"):
+        assert decision.kernel == "portable"
+        known = "GROUP_DOES_NOT_DIVIDE" if not fmt.double else "no kernel for"
+        assert known in decision.detail
+
+
+@every
+def test_float_activations(fmt: Format, tmp_path: Path) -> None:
+    """Without int8 activations every kernel gives what the dequantized weight gives."""
+    decision, found, wanted = optimized(tmp_path, fmt, accuracy_level=0)
+    assert "level=4" not in decision.kernel
+    assert_near(found, wanted, decision.kernel)
+
+
+@every
+def test_half_precision(fmt: Format, tmp_path: Path) -> None:
+    decision, found, wanted = optimized(tmp_path, fmt, kind="float16")
+    assert decision.quantized
+    assert_near(found, wanted, decision.kernel, half=True)
+
+
+@pytest.mark.parametrize("text", ["mxfp4", "mxfp4:order=halves", "nvfp4"])
+def test_size_or_speed(text: str, tmp_path: Path) -> None:
+    """Exact as 8-bit integers at twice the bytes, or packed in standard operators."""
+    fmt = parse(text)
+    fast, _, wanted = optimized(tmp_path, fmt, prefer="speed")
+    assert fast.kernel.startswith("MatMulNBits bits=8")
+    assert "as 8-bit integers, exactly" in fast.detail
+    small, found, wanted = optimized(tmp_path, fmt, prefer="size", force=True)
+    assert (small.kernel, small.reason) == ("portable", "NO_FUSED_KERNEL")
+    assert "--prefer speed: MatMulNBits bits=8" in small.detail
+    assert_near(found, wanted, small.kernel)
+    assert 1.9 < fast.packed_bytes / small.packed_bytes < 2.3
+    assert small.packed_bytes == pytest.approx(
+        fmt.size_bits(K, ir.DataType.FLOAT) * N * K / 8, 1e-3
+    )
+
+
+@pytest.mark.parametrize("text", ["mxfp4", "mxfp8", "nf4:double=true"])
+def test_what_no_kernel_takes_may_stay_float(text: str, tmp_path: Path) -> None:
+    source, _ = model(tmp_path)
+    with pytest.raises(qgraph.CoverageError, match="NO_FUSED_KERNEL"):
+        qgraph.optimize(source, tmp_path / "o.onnx", format=text, unfused="float", prefer="size")
+
+
+@pytest.mark.parametrize("scale, opset", [("tensor", 19), ("row", 19), ("block", 21)])
+@pytest.mark.parametrize("name", ["fp8-e4m3", "fp8-e5m2"])
+@pytest.mark.parametrize("target", ["ort-cpu", "qdq"])
+def test_fp8_as_dequantize_linear(
+    name: str, scale: str, opset: int, target: str, tmp_path: Path
+) -> None:
+    fmt = parse(f"{name}:scale={scale}")
+    decision, found, wanted = optimized(tmp_path, fmt, target=target)
+    assert decision.kernel.startswith("DequantizeLinear")
+    assert_near(found, wanted, decision.kernel)
+    written = onnx.load(tmp_path / "out.onnx")
+    assert {o.domain: o.version for o in written.opset_import}[""] == opset
+    kinds = {t.data_type for t in written.graph.initializer}
+    assert onnx.TensorProto.FLOAT8E4M3FN in kinds or onnx.TensorProto.FLOAT8E5M2 in kinds
+    assert [n.op_type for n in written.graph.node] == ["DequantizeLinear", "Gemm"]
+
+
+@pytest.mark.parametrize("text", ["nf4", "mxfp8", "nvfp4", "mxfp4"])
+def test_formats_that_dequantize_linear_cannot_say(text: str, tmp_path: Path) -> None:
+    source, _ = model(tmp_path)
+    with pytest.raises(qgraph.CoverageError, match="NO_FUSED_KERNEL"):
+        qgraph.optimize(source, tmp_path / "o.onnx", format=text, target="qdq")
+
+
+def test_where_the_opset_cannot_be_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable form stands in for DequantizeLinear."""
+
+    def cannot(*_: object) -> None:
+        raise CannotRaise("no converter")
+
+    monkeypatch.setattr(lower_qdq, "raise_opset", cannot)
+    decision, found, wanted = optimized(tmp_path, parse("fp8-e4m3"))
+    assert decision.kernel == "portable"
+    assert_near(found, wanted, decision.kernel)
+
+
+EMBEDDED = ["fp8-e4m3", "fp8-e5m2:scale=tensor", "nf4", "fp4", "mxfp4", "mxfp8", "nvfp4"]
+
+
+@pytest.mark.parametrize("prefer", ["speed", "size"])
+@pytest.mark.parametrize("text", EMBEDDED)
+def test_embeddings(text: str, prefer: str, tmp_path: Path) -> None:
+    """Rows are gathered packed; whole tables are never float."""
+    fmt = parse(text)
+    proto = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (int64[2, 3] ids) => (float[2, 3, {K}] y) {{ y = Gather(e, ids) }}"""
+    )
+    table = np.random.default_rng(0).standard_normal((N, K)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(table, "e"))
+    onnx.save(proto, tmp_path / "m.onnx")
+    out = tmp_path / "o.onnx"
+    result = qgraph.optimize(tmp_path / "m.onnx", out, embedding=fmt.spell(), prefer=prefer)
+    fused = fmt.as_integers is not None and prefer == "speed"
+    kernel = result.plan.decisions[0].kernel
+    assert kernel == (f"GatherBlockQuantized bits=8 block={fmt.group}" if fused else "portable")
+    ids = np.array([[0, 7, N - 1], [3, 3, 64]])
+    found = qgraph.open(out).run({"ids": ids})["y"]
+    wanted = fmt.dequantize(fmt.fitted_to(table).quantize(table, ir.DataType.FLOAT))[ids]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("text", ["fp8-e4m3:scale=block", "nf4:double=true"])
+def test_embeddings_whose_rows_share_scales_stay_float(text: str, tmp_path: Path) -> None:
+    proto = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (int64[2, 3] ids) => (float[2, 3, {K}] y) {{ y = Gather(e, ids) }}"""
+    )
+    table = np.random.default_rng(0).standard_normal((N, K)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(table, "e"))
+    onnx.save(proto, tmp_path / "m.onnx")
+    with pytest.raises(qgraph.CoverageError):
+        qgraph.optimize(tmp_path / "m.onnx", tmp_path / "o.onnx", embedding=text)
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "fp8-e4m3:scale=tensor", "fp8-e4m3", "nf4:double=true"])
+def test_bad_numbers_are_named(text: str, tmp_path: Path) -> None:
+    """Also where the whole weight is looked at first."""
+    source, weight = model(tmp_path)
+    proto = onnx.load(source)
+    weight[130, 17] = np.nan
+    proto.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(proto, source)
+    with pytest.raises(qgraph.InputError, match="weight w: NON_FINITE_WEIGHT: nan at row 130, col"):
+        qgraph.optimize(source, tmp_path / "o.onnx", format=text)
+
+
+def test_a_scale_that_float16_cannot_hold_is_named(tmp_path: Path) -> None:
+    source, _ = model(tmp_path, kind="float16")
+    proto = onnx.load(source)
+    weight = np.zeros((N, K), np.float16)
+    weight[5, 200] = np.inf
+    proto.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(proto, source)
+    with pytest.raises(qgraph.InputError, match="weight w: NON_FINITE_WEIGHT: inf at row 5, col"):
+        qgraph.optimize(source, tmp_path / "o.onnx", format="fp8-e5m2")
+
+
+# ------------------------------------------------------------------------------- on CUDA, predicted
+
+
+def predicted(folder: Path, text: str, kind: str = "float16") -> tuple[Any, onnx.ModelProto, Array]:
+    """The decision and the model for CUDA, and the weight."""
+    source, weight = model(folder, kind=kind)
+    out = folder / "cuda.onnx"
+    result = qgraph.optimize(
+        source, out, format=text, target="ort-cuda", check=False, single_file=True
+    )
+    return result.plan.decisions[0], onnx.load(out), weight
+
+
+def schema(op: str) -> Any:
+    """What the installed runtime says of an operator."""
+    found = [s for s in pybind_state.get_all_operator_schema() if s.name == op]
+    assert len(found) == 1
+    return found[0]
+
+
+def fed(node: onnx.NodeProto, known: Any) -> list[str]:
+    """The schema's names of the inputs that a node has."""
+    return [i.name for i, given in zip(known.inputs, node.input, strict=False) if given]
+
+
+def test_fp8_on_cuda(tmp_path: Path) -> None:
+    for text in ("fp8-e4m3", "fp8-e4m3:scale=tensor", "fp8-e4m3:scale=block"):
+        folder = tmp_path / text.replace(":", "-")
+        folder.mkdir()
+        decision, proto, weight = predicted(folder, text)
+        assert decision.kernel.startswith("MatMulBlockQuantizedFp8Weight e4m3")
+        assert decision.origin == "predicted"
+        (node,) = proto.graph.node
+        attributes = {a.name: a.i for a in node.attribute}
+        known = schema(node.op_type)
+        assert attributes == {"block_size": 128}
+        assert attributes.keys() <= known.attributes.keys()
+        assert fed(node, known) == ["A", "B", "b_scale"]
+        codes, scales = (onnx.numpy_helper.to_array(t) for t in proto.graph.initializer)
+        assert (codes.shape, scales.shape) == ((N, K), (N, K // 128))
+        assert scales.dtype == np.float32
+        found = codes.astype(np.float32) * np.repeat(scales, 128, axis=1)
+        fmt = parse(text)
+        wanted = fmt.dequantize(fmt.fitted_to(weight).quantize(weight, ir.DataType.FLOAT16))
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_nvfp4_on_cuda(tmp_path: Path) -> None:
+    decision, proto, weight = predicted(tmp_path, "nvfp4")
+    assert decision.kernel == "MatMulBlockQuantizedFp4Weight nvfp4 block=16"
+    assert decision.origin == "predicted"
+    (node,) = proto.graph.node
+    known = schema(node.op_type)
+    assert {a.name: a.i for a in node.attribute} == {"block_size": 16}
+    assert fed(node, known) == ["A", "B", "weight_scale", "weight_scale_2"]
+    codes, scales, tensor = (onnx.numpy_helper.to_array(t) for t in proto.graph.initializer)
+    assert (codes.shape, scales.shape, tensor.shape) == ((N, K // 2), (N, K // 16), ())
+    assert (codes.dtype, scales.dtype, tensor.dtype) == (np.uint8, np.uint8, np.float32)
+    elements = np.stack([codes & 15, codes >> 4], -1).reshape(N, K)  # low nibble first
+    steps = scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * tensor
+    found = elements.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * np.repeat(steps, 16, 1)
+    fmt = parse("nvfp4")
+    wanted = fmt.dequantize(fmt.fitted_to(weight).quantize(weight, ir.DataType.FLOAT16))
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_bias_goes_along_on_cuda(tmp_path: Path) -> None:
+    text = f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float16[{ROWS}, {K}] x) => (float16[{ROWS}, {N}] y) {{
+            y = Gemm<transB = 1>(x, w, b)
+        }}"""
+    proto = onnx.parser.parse_model(text)
+    rng = np.random.default_rng(0)
+    for name, shape in (("w", (N, K)), ("b", (N,))):
+        array = rng.standard_normal(shape).astype(np.float16)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    onnx.save(proto, tmp_path / "m.onnx")
+    for text, at in (("fp8-e4m3", 4), ("nvfp4", 5)):
+        out = tmp_path / f"{text}.onnx"
+        qgraph.optimize(tmp_path / "m.onnx", out, format=text, target="ort-cuda", check=False)
+        (node,) = onnx.load(out).graph.node
+        assert node.input[at] == "b"
+        assert node.input[at - 1] == ""
+
+
+@pytest.mark.parametrize(
+    "text, kernel",
+    [
+        ("nf4", "MatMulBnb4 nf4 block=64"),
+        ("fp4", "MatMulBnb4 fp4 block=64"),
+        ("fp8-e5m2", "DequantizeLinear e5m2"),
+        ("int8-row", "MatMulNBits bits=8 block=128 level=0"),
+        ("mxfp4", "portable"),
+    ],
+)
+def test_other_formats_on_cuda(text: str, kernel: str, tmp_path: Path) -> None:
+    decision, _, _ = predicted(tmp_path, text)
+    assert decision.kernel == kernel
+
+
+@pytest.mark.parametrize("text", ["fp8-e4m3", "nvfp4"])
+def test_what_was_fused_is_known_again(text: str, tmp_path: Path) -> None:
+    predicted(tmp_path, text)
+    (site,) = qgraph.explain(tmp_path / "cuda.onnx", target="ort-cuda").sites
+    assert (site.state, site.n, site.k, site.format) == ("fused", N, K, text)
