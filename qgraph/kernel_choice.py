@@ -149,10 +149,10 @@ def is_portable(unfused: str, fmt: Format) -> bool:
 
 
 def spell_kernel(query: Query) -> str:
-    """`MatMulNBits bits=4 block=128 level=4`, `MatMulBnb4 nf4 block=64`."""
+    """`MatMulNBits bits=4 block=128 level=4`, `MatMulBnb4 codes=nf4 block=64`."""
     name = query.op.partition("::")[2]
     level = f" level={query.level}" if query.op == MATMUL_NBITS else ""
-    codes = f"bits={query.bits}" if query.numbers in INTEGERS else query.numbers
+    codes = f"bits={query.bits}" if query.numbers in INTEGERS else f"codes={query.numbers}"
     block = f" block={query.block}" if query.block or query.numbers in INTEGERS else ""
     return f"{name} {codes}{block}{level}"
 

@@ -14,6 +14,8 @@ from onnxruntime.capi import onnxruntime_pybind11_state as pybind_state
 
 import qgraph
 from qgraph import registry
+from qgraph.capabilities import INTEGERS
+from qgraph.cli import run
 from qgraph.formats.base import Array, Format, parse, variants
 from qgraph.passes import lower_qdq
 from qgraph.passes.opset import CannotRaise
@@ -22,14 +24,14 @@ N, K, ROWS = 136, 256, 3
 FORMATS = [f for name in registry.names("format") for f in variants(registry.load("format", name))]
 every = pytest.mark.parametrize("fmt", FORMATS, ids=[f.spell() for f in FORMATS])
 KERNELS = {
-    "fp8-e4m3:scale=tensor": "DequantizeLinear e4m3",
-    "fp8-e4m3": "DequantizeLinear e4m3",
-    "fp8-e4m3:scale=block": "DequantizeLinear e4m3 block=128",
-    "fp8-e5m2:scale=tensor": "DequantizeLinear e5m2",
-    "fp8-e5m2": "DequantizeLinear e5m2",
-    "fp8-e5m2:scale=block": "DequantizeLinear e5m2 block=128",
-    "nf4:group=64": "MatMulBnb4 nf4 block=64",
-    "fp4:group=64": "MatMulBnb4 fp4 block=64",
+    "fp8-e4m3:scale=tensor": "DequantizeLinear codes=e4m3",
+    "fp8-e4m3": "DequantizeLinear codes=e4m3",
+    "fp8-e4m3:scale=block": "DequantizeLinear codes=e4m3 block=128",
+    "fp8-e5m2:scale=tensor": "DequantizeLinear codes=e5m2",
+    "fp8-e5m2": "DequantizeLinear codes=e5m2",
+    "fp8-e5m2:scale=block": "DequantizeLinear codes=e5m2 block=128",
+    "nf4:group=64": "MatMulBnb4 codes=nf4 block=64",
+    "fp4:group=64": "MatMulBnb4 codes=fp4 block=64",
     "nf4:group=64,double=true": "portable",
     "fp4:group=64,double=true": "portable",
     "mxfp4": "MatMulNBits bits=8 block=32 level=4",
@@ -39,7 +41,7 @@ KERNELS = {
     "nvfp4": "MatMulNBits bits=8 block=16 level=4",
     "int8-row": "MatMulNBits bits=8 block=128 level=4",
     "int4-row": "MatMulNBits bits=4 block=128 level=4",
-    "uint4:group=64,zero=float": "MatMulNBits uint-float block=64 level=0",
+    "uint4:group=64,zero=float": "MatMulNBits codes=uint-float block=64 level=0",
 }
 
 
@@ -79,7 +81,7 @@ def test_kernel_and_numbers(fmt: Format, tmp_path: Path) -> None:
     decision, found, wanted = optimized(tmp_path, fmt)
     assert decision.quantized
     assert decision.kernel == KERNELS.get(fmt.spell(), decision.kernel)
-    assert "MatMulNBits" in decision.kernel or fmt.spell() in KERNELS or fmt.zero == "float"
+    assert fmt.numbers not in INTEGERS or decision.kernel.startswith("MatMulNBits bits=")
     assert_near(found, wanted, decision.kernel)
 
 
@@ -231,6 +233,15 @@ def test_a_scale_that_float16_cannot_hold_is_named(tmp_path: Path) -> None:
         qgraph.optimize(source, tmp_path / "o.onnx", format="fp8-e5m2")
 
 
+@pytest.mark.parametrize("text", ["nvfp4", "fp8-e4m3", "uint4:zero=float"])
+def test_solvers_of_integer_grids_leave_others_rounded(text: str, tmp_path: Path) -> None:
+    source, _ = model(tmp_path)
+    result = qgraph.optimize(source, tmp_path / "o.onnx", format=text, solver="hqq")
+    decision = result.plan.decisions[0]
+    assert (decision.solver, decision.reason) == ("rtn", "SOLVER_FELL_BACK")
+    assert "hqq knows the grids of integers only" in decision.detail
+
+
 # ------------------------------------------------------------------------------- on CUDA, predicted
 
 
@@ -261,7 +272,7 @@ def test_fp8_on_cuda(tmp_path: Path) -> None:
         folder = tmp_path / text.replace(":", "-")
         folder.mkdir()
         decision, proto, weight = predicted(folder, text)
-        assert decision.kernel.startswith("MatMulBlockQuantizedFp8Weight e4m3")
+        assert decision.kernel.startswith("MatMulBlockQuantizedFp8Weight codes=e4m3")
         assert decision.origin == "predicted"
         (node,) = proto.graph.node
         attributes = {a.name: a.i for a in node.attribute}
@@ -269,7 +280,8 @@ def test_fp8_on_cuda(tmp_path: Path) -> None:
         assert attributes == {"block_size": 128}
         assert attributes.keys() <= known.attributes.keys()
         assert fed(node, known) == ["A", "B", "b_scale"]
-        codes, scales = (onnx.numpy_helper.to_array(t) for t in proto.graph.initializer)
+        parts = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
+        codes, scales = (parts[name] for name in node.input[1:3])
         assert (codes.shape, scales.shape) == ((N, K), (N, K // 128))
         assert scales.dtype == np.float32
         found = codes.astype(np.float32) * np.repeat(scales, 128, axis=1)
@@ -280,13 +292,14 @@ def test_fp8_on_cuda(tmp_path: Path) -> None:
 
 def test_nvfp4_on_cuda(tmp_path: Path) -> None:
     decision, proto, weight = predicted(tmp_path, "nvfp4")
-    assert decision.kernel == "MatMulBlockQuantizedFp4Weight nvfp4 block=16"
+    assert decision.kernel == "MatMulBlockQuantizedFp4Weight codes=nvfp4 block=16"
     assert decision.origin == "predicted"
     (node,) = proto.graph.node
     known = schema(node.op_type)
     assert {a.name: a.i for a in node.attribute} == {"block_size": 16}
     assert fed(node, known) == ["A", "B", "weight_scale", "weight_scale_2"]
-    codes, scales, tensor = (onnx.numpy_helper.to_array(t) for t in proto.graph.initializer)
+    parts = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
+    codes, scales, tensor = (parts[name] for name in node.input[1:4])
     assert (codes.shape, scales.shape, tensor.shape) == ((N, K // 2), (N, K // 16), ())
     assert (codes.dtype, scales.dtype, tensor.dtype) == (np.uint8, np.uint8, np.float32)
     elements = np.stack([codes & 15, codes >> 4], -1).reshape(N, K)  # low nibble first
@@ -319,9 +332,9 @@ def test_bias_goes_along_on_cuda(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, kernel",
     [
-        ("nf4", "MatMulBnb4 nf4 block=64"),
-        ("fp4", "MatMulBnb4 fp4 block=64"),
-        ("fp8-e5m2", "DequantizeLinear e5m2"),
+        ("nf4", "MatMulBnb4 codes=nf4 block=64"),
+        ("fp4", "MatMulBnb4 codes=fp4 block=64"),
+        ("fp8-e5m2", "DequantizeLinear codes=e5m2"),
         ("int8-row", "MatMulNBits bits=8 block=128 level=0"),
         ("mxfp4", "portable"),
     ],
@@ -336,3 +349,20 @@ def test_what_was_fused_is_known_again(text: str, tmp_path: Path) -> None:
     predicted(tmp_path, text)
     (site,) = qgraph.explain(tmp_path / "cuda.onnx", target="ort-cuda").sites
     assert (site.state, site.n, site.k, site.format) == ("fused", N, K, text)
+
+
+@pytest.mark.parametrize("text", ["fp8-e4m3", "nf4", "nvfp4", "mxfp8", "uint4:zero=float"])
+def test_command_line_says_what_was_done(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the plan to the reasons, and of the file again."""
+    source, _ = model(tmp_path)
+    out = tmp_path / "o.onnx"
+    for words in (
+        ["optimize", str(source), "-o", str(out), "--format", text, "--min-elements", "1"],
+        ["explain", str(out)],
+    ):
+        assert run(words) == 0
+    printed = capsys.readouterr().out
+    assert parse(text).spell() in printed
+    assert "1/1 linears" in printed

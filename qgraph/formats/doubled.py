@@ -40,7 +40,7 @@ class DoubledLevels(LevelGroups):
         self._check_doubled(layout)
         if scale_dtype != ir.DataType.FLOAT:
             raise InputError(
-                f"{self.spell()} as 8-bit codes: scales in {scale_dtype.name}, not FLOAT"
+                f"{self.spell()} as 8-bit codes: scales in {scale_dtype.name}, wanted FLOAT"
             )
         nb, _ = self._blocks(k)
         codes = PartSpec((n, nb, self.group), ir.DataType.UINT8)

@@ -39,7 +39,7 @@ class Nearest:
             other = np.signbit(levels[zeros]) != bool(negative)
             usable = np.setdiff1d(usable, zeros[other])
         codes = usable[np.argsort(levels[usable], kind="stable")]
-        thresholds = _thresholds(levels[codes], codes)
+        thresholds = thresholds_between(levels[codes], codes)
         low, high = (np.searchsorted(thresholds, end, "left") for end in (lower, upper))
         assert (high - low <= 1).all()
         inside = low < high
@@ -59,8 +59,11 @@ class Nearest:
         return found
 
 
-def _thresholds(levels: Array, codes: Array) -> Array:
-    """The largest float32 that still gets the lower of two neighbouring levels."""
+def thresholds_between(levels: Array, codes: Array) -> Array:
+    """The largest float32 that still gets the lower of two neighbouring levels.
+
+    levels: float32, rising, each of another value; codes: theirs, of which ties take the even one.
+    """
     wide = levels.astype(np.float64)
     middle = (wide[:-1] + wide[1:]) / 2
     with np.errstate(under="ignore"):

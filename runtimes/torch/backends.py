@@ -48,7 +48,7 @@ class Case:
     """Of x: float32, float16 or bfloat16."""
     format: str
     bits: int
-    """0 for a layout that is not integer codes."""
+    """0 for a layout that only its ONNX function reads."""
     block: int
     """Codes with one scale; a block that is the whole row counts the padding of its last byte."""
     zeros: Zeros
@@ -64,14 +64,14 @@ class Case:
         Raises:
             InputError: they lie on different devices.
         """
-        for name, part in (("codes", codes), ("scales", scales), ("zero points", zeros)):
+        for name, part in (("codes", codes), ("scales", scales), ("the third part", zeros)):
             if part is not None and part.device != x.device:
                 raise InputError(f"{name} on {part.device}, x on {x.device}: move one of them")
-        kind = reference.integer_codes(layout)
+        kind = reference.codes_of(layout)
         bits = kind.bits if kind else 0
         block = codes.shape[2] * 8 // bits if bits else 0
         points: Zeros = "symmetric"
-        if zeros is not None:
+        if zeros is not None and isinstance(kind, reference.IntegerCodes):
             points = "asymmetric" if zeros.dtype == torch.uint8 else "float"
         return cls(x.device.type, x.dtype, layout, bits, block, points, codes.shape[0], k)
 
@@ -128,6 +128,8 @@ def _cpu(case: Case) -> tuple[Rung, ...]:
     rest = Rung(None, BY_ROWS, "float32 arithmetic, 4 MB of W at a time")
     if not case.bits:
         return (Rung(None, REFERENCE, f"no kernel for {case.format} on the CPU"),)
+    if reference.integer_codes(case.format) is None:
+        return (rest,)
     if case.dtype != torch.bfloat16:
         why = f"{rest.why}; torch's CPU kernels are slower than that in {_spell(case.dtype)}"
         return (rest._replace(why=why),)
@@ -155,12 +157,15 @@ def _cuda(case: Case) -> tuple[Rung, ...]:
     if case.dtype == torch.float32:
         return (matvec, Rung(None, REFERENCE, "tensor cores take no float32"))
     measured = autotune.dequantize_from(case.key)
+    tiles = "tensor cores, W dequantized in registers"
+    if case.format.startswith("Fp8"):
+        tiles += "; torch._scaled_mm would round the activations to FP8"
     source = "measured on this GPU" if measured else "an estimate, not measured on this GPU"
     first = DEQUANTIZE_FROM if measured is None else measured
     last = Rung(None, REFERENCE, f"the library's matmul is faster from M = {first} ({source})")
     if first <= MATVEC_ROWS + 1:
         return (matvec, last)
-    return (matvec, Rung(first - 1, TILES, "tensor cores, W dequantized in registers"), last)
+    return (matvec, Rung(first - 1, TILES, tiles), last)
 
 
 def _spell(dtype: torch.dtype) -> str:
@@ -182,16 +187,17 @@ def linear(
     if x.shape[0] == 0 or case.n == 0:
         return x.new_empty(x.shape[0], case.n)
     backend = backend or choose(case, x.shape[0])
-    kind = reference.integer_codes(layout)
+    kind = reference.codes_of(layout)
     if backend == REFERENCE or kind is None:
         w = dequantize(codes, scales, zeros, k, layout, x.dtype)
         return _multiplied(x, w, bias)
     if backend == BY_ROWS:
         return cpu_backends.by_rows(x, codes, scales, zeros, bias, k, kind)
-    if backend == INT4PACK:
-        return cpu_backends.int4pack(x, codes, scales, zeros, bias, kind)
-    if backend == INT8PACK:
-        return cpu_backends.int8pack(x, codes, scales, bias, k)
+    if isinstance(kind, reference.IntegerCodes):
+        if backend == INT4PACK:
+            return cpu_backends.int4pack(x, codes, scales, zeros, bias, kind)
+        if backend == INT8PACK:
+            return cpu_backends.int8pack(x, codes, scales, bias, k)
     if backend not in (MATVEC, TILES):
         raise InputError(f"no backend named {backend!r}")
     from qgraph.runtimes.torch import triton_matvec, triton_tiles
@@ -210,7 +216,7 @@ def dequantize(
     dtype: torch.dtype,
 ) -> Tensor:
     """W `[N, k]` in `dtype`; by one kernel on a GPU, where Triton is installed."""
-    kind = reference.integer_codes(layout)
+    kind = reference.codes_of(layout)
     if kind and codes.is_cuda and codes.numel() and triton_missing() is None:
         from qgraph.runtimes.torch import triton_decode, triton_dequantize
 

@@ -1,6 +1,6 @@
-"""Products with integer codes on the CPU: two kernels of torch, and W dequantized by rows.
+"""Products with packed codes on the CPU: two kernels of torch, and W dequantized by rows.
 
-Torch's kernels are fast in bfloat16 only; in float32 and float16 they compute element by element,
+Torch's kernels take integers, and are fast in bfloat16 only; in float32 and float16 they compute element by element,
 20 times slower than a matmul of floats.
 """
 
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from qgraph.runtimes.torch import dequantize as reference
 from qgraph.runtimes.torch import repack
-from qgraph.runtimes.torch.dequantize import IntegerCodes
+from qgraph.runtimes.torch.dequantize import Codes, IntegerCodes
 
 INT4PACK_GROUPS = (256, 128, 64, 32)
 _ROWS_OF_INT4PACK = 16
@@ -75,7 +75,7 @@ def by_rows(
     zeros: Tensor | None,
     bias: Tensor | None,
     k: int,
-    kind: IntegerCodes,
+    kind: Codes,
 ) -> Tensor:
     """Compute y `[M, N]` of x `[M, k]` in float32, rows of W dequantized 4 MB at a time."""
     n, blocks, nbytes = codes.shape
@@ -85,8 +85,8 @@ def by_rows(
     scratch = reference.Scratch(kind, step * blocks * nbytes)
     for start in range(0, n, step):
         rows = slice(start, start + step)
-        points = None if zeros is None else zeros[rows]
-        w = reference.scaled(scratch.code_values(codes[rows]), scales[rows], points, kind)
+        at = torch.arange(start, min(n, start + step))
+        w = reference.scaled(scratch.code_values(codes[rows]), scales, zeros, kind, at)
         part = None if bias is None else bias[rows].to(torch.float32)
         y[:, rows] = float_linear(wide, w[:, :k], part)
     return y

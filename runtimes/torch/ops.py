@@ -8,8 +8,9 @@
     qgraph::linear_fp8_block(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor
 
 The schemas never change: files in the field depend on them. `format` is a layout with its
-version, the name of the format's ONNX function without "Dequantize": `Int4V1`, `Uint8V1`.
-Codes lie as `Layout("blocks")`. Which kernel runs is `backends.ladder`'s decision.
+version, the name of the format's ONNX function without "Dequantize": `Int4V1`, `Nf4V1`.
+Codes lie as `Layout("blocks")`; `zeros` is the third part of formats that have another one, a
+scale of the tensor or nested scales. Which kernel runs is `backends.ladder`'s decision.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qgraph.errors import InputError
-from qgraph.runtimes.torch import backends
+from qgraph.runtimes.torch import backends, levels
 from qgraph.runtimes.torch import dequantize as reference
 
 LIBRARY = torch.library.Library("qgraph", "FRAGMENT")
@@ -72,9 +73,8 @@ def embedding(
 ) -> Tensor:
     """W[ids] `[…, k]`, in the dtype of `dequantize`; negative ids count from the end."""
     _check_codes(codes, scales, zeros, k, layout)
-    at = ids.reshape(-1)
-    some = None if zeros is None else zeros[at]
-    rows = reference.dequantize(codes[at], scales[at], some, k, layout)
+    at = torch.where(ids < 0, ids + codes.shape[0], ids).reshape(-1)
+    rows = reference.take(at, codes, scales, zeros, k, layout)
     return rows.view(*ids.shape, k)
 
 
@@ -138,16 +138,30 @@ def _check_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, k: int, la
         raise InputError(
             f"codes of {codes.dtype} {tuple(codes.shape)}: wanted uint8 [N, nb, bytes]"
         )
-    kind = reference.integer_codes(layout)
+    kind = reference.codes_of(layout)
     if kind is None:
         return
     n, blocks, nbytes = codes.shape
-    if tuple(scales.shape) != (n, blocks) or scales.dtype not in reference.FLOATS:
-        found = f"{scales.dtype} {tuple(scales.shape)}"
-        raise InputError(f"scales of {found}: wanted floats of {(n, blocks)}, one for each block")
     width = blocks * nbytes * 8 // kind.bits
     if not width - nbytes * 8 // kind.bits < k <= width:
         raise InputError(f"{layout} codes {tuple(codes.shape)} hold {width} columns, not k = {k}")
+    if isinstance(kind, reference.IntegerCodes):
+        _check_integers(kind, scales, zeros, n, blocks, layout)
+    else:
+        levels.check(kind, scales, zeros, n, blocks)
+
+
+def _check_integers(
+    kind: reference.IntegerCodes,
+    scales: Tensor,
+    zeros: Tensor | None,
+    n: int,
+    blocks: int,
+    layout: str,
+) -> None:
+    if tuple(scales.shape) != (n, blocks) or scales.dtype not in reference.FLOATS:
+        found = f"{scales.dtype} {tuple(scales.shape)}"
+        raise InputError(f"scales of {found}: wanted floats of {(n, blocks)}, one for each block")
     reference.check_zeros(zeros, kind, layout)
     if zeros is not None:
         packed = zeros.dtype == torch.uint8

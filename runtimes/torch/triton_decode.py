@@ -1,11 +1,15 @@
-"""What the Triton kernels share: integer codes in registers, and the view of them that they read.
+"""What the Triton kernels share: codes in registers, and the view of them that they read.
 
 Codes are read as `Layout("blocks")` stores them, 32 bits at a time, so no second copy of the
 weight is made: low bits first, a word holds 32/bits neighbours of one row in the order of K, and
-a shift and a reshape in registers give a tile of W. Rows that are not whole 16 bytes long, rare
-outside tests, are padded once (`Words.of`).
+a shift and a reshape in registers give a tile of W. Where the order is another one it is the
+columns of x that are read in it. Rows that are not whole 16 bytes long, rare outside tests, are
+padded once (`Words.of`).
 
-A code becomes a float without a conversion instruction: 2^23 + q has q in its lowest bits.
+An integer becomes a float without a conversion instruction: 2^23 + q has q in its lowest bits.
+Small floats are shifted to where float32 has its sign, exponent and mantissa, and multiplied by
+the power of two between the biases, subnormals included. Other levels are looked up in a table,
+whose 64 bytes stay in the L1 cache.
 """
 
 from __future__ import annotations
@@ -17,12 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qgraph.runtimes.torch import repack
-from qgraph.runtimes.torch.dequantize import IntegerCodes
+from qgraph.runtimes.torch import levels, repack
+from qgraph.runtimes.torch.dequantize import Codes, IntegerCodes
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run in Python, where bfloat16 needs care: its dots are wrong and casts to it truncate."""
 NO_ZEROS, PACKED_ZEROS, FLOAT_ZEROS = 0, 1, 2
+INTEGERS = 0
+NUMBERS = {"table": 1, "e2m1": 2, "e4m3": 3, "e5m2": 4}
+ORDERS = {"low": 0, "high": 1, "halves": 2}
+STEPS = {"float": 0, "e8m0": 1, "e4m3": 2}
 _LIMIT = 1 << 31
 
 
@@ -68,23 +76,38 @@ def zeros_kind(zeros: Tensor | None) -> int:
 
 
 def code_arguments(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, kind: IntegerCodes
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, kind: Codes
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments and the constants of a kernel that say where W lies."""
+    """The arguments and the constants of a kernel that say where W lies.
+
+    Scales that no kernel reads as they are, those with scales of their own, are made floats once.
+    """
     view = Words.of(codes, kind.bits)
+    constants = {"BITS": kind.bits, "WORDS_IN_BLOCK": view.words_in_block}
+    table = scales
+    if isinstance(kind, IntegerCodes):
+        constants |= {"ZEROS": zeros_kind(zeros), "NUMBERS": INTEGERS, "ORDER": ORDERS["low"]}
+        constants |= {"STEPS": STEPS["float"], "SHARED": 1}
+    else:
+        table = levels.levels(kind.layout, codes.device)
+        steps, third = kind.steps, zeros
+        if kind.third == "nested" or kind.steps == "table":
+            parts = (scales, zeros)
+            scales = repack.cached("steps", parts, lambda: levels.all_steps(kind, *parts))
+            steps, zeros = "float", None
+        tensor = zeros is not None
+        constants |= {"ZEROS": int(tensor), "NUMBERS": NUMBERS[kind.numbers]}
+        constants |= {"ORDER": ORDERS[kind.order], "STEPS": STEPS[steps]}
+        constants |= {"SHARED": kind.shared_rows}
     arguments = {
         "codes": view.codes,
         "scales": scales.contiguous(),
         "zeros": scales if zeros is None else zeros.contiguous(),
+        "table": table,
         "words": view.words,
         "stride4": view.stride4,
         "blocks": codes.shape[1],
-        "zeros_stride": 0 if zeros is None else zeros.shape[1],
-    }
-    constants = {
-        "BITS": kind.bits,
-        "WORDS_IN_BLOCK": view.words_in_block,
-        "ZEROS": zeros_kind(zeros),
+        "zeros_stride": 0 if zeros is None else zeros.shape[-1],
     }
     return arguments, constants
 
@@ -105,17 +128,74 @@ def rounded(values: tl.tensor, like: tl.tensor, INTERPRETED: tl.constexpr) -> tl
 
 
 @triton.jit
+def e4m3(codes: tl.tensor) -> tl.tensor:
+    """float32 of E4M3 codes in the lowest bytes of int32, whose other bytes may hold anything."""
+    magnitude = codes & 0x7F
+    value = ((magnitude << 20) | ((codes & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return tl.where(magnitude == 0x7F, float("nan"), value * 1.329227995784916e36)  # 2^120
+
+
+@triton.jit
 def load_scales(
     scales: tl.tensor,
+    tensor: tl.tensor,
     rows: tl.tensor,
     live: tl.tensor,
     blocks: tl.tensor,
     block: tl.tensor,
     inside: tl.tensor,
+    STEPS: tl.constexpr,
+    SHARED: tl.constexpr,
+    HAS_TENSOR: tl.constexpr,
 ) -> tl.tensor:
-    """float32 `[rows, block]`, 0 outside."""
-    at = rows[:, None] * blocks + block[None, :]
-    return tl.load(scales + at, mask=live[:, None] & inside[None, :], other=0).to(tl.float32)
+    """float32 `[rows, block]`, those outside finite.
+
+    SHARED: 1, 0 for all, or how many rows share their scales; tensor: what multiplies them all.
+    """
+    if SHARED == 1:
+        at = rows[:, None] * blocks + block[None, :]
+    elif SHARED == 0:
+        at = rows[:, None] * 0 + block[None, :]
+    else:
+        at = (rows // SHARED)[:, None] * blocks + block[None, :]
+    stored = tl.load(scales + at, mask=live[:, None] & inside[None, :], other=0)
+    if STEPS == 0:
+        steps = stored.to(tl.float32)
+    elif STEPS == 1:
+        byte = stored.to(tl.int32)
+        bits = tl.where(byte == 0, 1 << 22, tl.where(byte == 255, 0x7FC00000, byte << 23))
+        steps = bits.to(tl.float32, bitcast=True)
+    else:
+        steps = e4m3(stored.to(tl.int32))
+    if HAS_TENSOR:
+        steps = steps * tl.load(tensor).to(tl.float32)
+    return steps
+
+
+@triton.jit
+def level(codes: tl.tensor, table: tl.tensor, BITS: tl.constexpr, NUMBERS: tl.constexpr):
+    """float32 levels of the codes in the lowest bits of int32, the others may hold anything."""
+    if NUMBERS == 2:
+        bits = ((codes & 7) << 22) | ((codes & 8) << 28)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    elif NUMBERS == 3:
+        return e4m3(codes)
+    elif NUMBERS == 4:
+        half = ((codes & 0xFF) << 8).to(tl.int16).to(tl.float16, bitcast=True)
+        return half.to(tl.float32)
+    else:
+        return tl.load(table + (codes & ((1 << BITS) - 1)))
+
+
+@triton.jit
+def column_of(place: tl.tensor, ORDER: tl.constexpr) -> tl.tensor:
+    """The column of the code that lies at `place` of its row, low bits of bytes first."""
+    if ORDER == 1:
+        return place ^ 1
+    elif ORDER == 2:  # of 16 bytes, the high halves are the second 16 columns
+        return (place & ~31) | ((place >> 1) & 15) | ((place & 1) << 4)
+    else:
+        return place
 
 
 @triton.jit
@@ -146,6 +226,7 @@ def dequantized(
     codes: tl.tensor,
     scales: tl.tensor,
     zeros: tl.tensor,
+    table: tl.tensor,
     rows: tl.tensor,
     live: tl.tensor,
     at: tl.tensor,
@@ -156,25 +237,39 @@ def dequantized(
     BITS: tl.constexpr,
     WORDS_IN_BLOCK: tl.constexpr,
     ZEROS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    ORDER: tl.constexpr,
+    STEPS: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> tl.tensor:
-    """float32 `[BLOCK_N, BLOCK_W·32/BITS]`: the weights of `rows` in the words `at`."""
+    """float32 `[BLOCK_N, BLOCK_W·32/BITS]`: the weights of `rows` in the words `at`.
+
+    They are in the order in which they lie; `column_of` says which they are.
+    """
     inside = at < words
     where = rows[:, None] * (stride4 * 4) + at[None, :]
     packed = tl.load(codes + where, mask=live[:, None] & inside[None, :], other=0)
     block = at // WORDS_IN_BLOCK
-    steps = load_scales(scales, rows, live, blocks, block, inside)
+    HAS_TENSOR: tl.constexpr = NUMBERS > 0 and ZEROS > 0
+    steps = load_scales(
+        scales, zeros, rows, live, blocks, block, inside, STEPS, SHARED, HAS_TENSOR
+    )  # fmt: skip
     shifts = tl.arange(0, 32 // BITS) * BITS
-    fields = (packed[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
-    values = (fields | 0x4B000000).to(tl.float32, bitcast=True)
-    if ZEROS == 0:
-        values = values - (8388608.0 + (1 << (BITS - 1)))
+    fields = packed[:, :, None] >> shifts[None, None, :]
+    if NUMBERS > 0:
+        values = level(fields, table, BITS, NUMBERS)
     else:
-        points = load_zeros(zeros, rows, live, zeros_stride, block, inside, BITS, ZEROS)
-        if ZEROS == 1:
-            values = values - (points + 8388608.0)[:, :, None]
+        fields = fields & ((1 << BITS) - 1)
+        values = (fields | 0x4B000000).to(tl.float32, bitcast=True)
+        if ZEROS == 0:
+            values = values - (8388608.0 + (1 << (BITS - 1)))
         else:
-            values = (values - 8388608.0) - points[:, :, None]
+            points = load_zeros(zeros, rows, live, zeros_stride, block, inside, BITS, ZEROS)
+            if ZEROS == 1:
+                values = values - (points + 8388608.0)[:, :, None]
+            else:
+                values = (values - 8388608.0) - points[:, :, None]
     values = values * steps[:, :, None]
     return tl.reshape(values, [BLOCK_N, BLOCK_W * (32 // BITS)])

@@ -7,8 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qgraph.runtimes.torch.dequantize import IntegerCodes
-from qgraph.runtimes.torch.triton_decode import INTERPRETED, code_arguments, dequantized, rounded
+from qgraph.runtimes.torch.dequantize import Codes
+from qgraph.runtimes.torch.triton_decode import (
+    INTERPRETED,
+    code_arguments,
+    column_of,
+    dequantized,
+    rounded,
+)
 
 _BLOCK_N, _BLOCK_W = 8, 64
 
@@ -18,6 +24,7 @@ def dequantize_kernel(
     codes: tl.tensor,
     scales: tl.tensor,
     zeros: tl.tensor,
+    table: tl.tensor,
     out: tl.tensor,
     n: tl.tensor,
     k: tl.tensor,
@@ -28,6 +35,10 @@ def dequantize_kernel(
     BITS: tl.constexpr,
     WORDS_IN_BLOCK: tl.constexpr,
     ZEROS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    ORDER: tl.constexpr,
+    STEPS: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -37,10 +48,12 @@ def dequantize_kernel(
     live = rows < n
     start = tl.program_id(1) * BLOCK_W
     w = dequantized(
-        codes, scales, zeros, rows, live, start + tl.arange(0, BLOCK_W), words, stride4,
-        blocks, zeros_stride, BITS, WORDS_IN_BLOCK, ZEROS, BLOCK_N, BLOCK_W,
+        codes, scales, zeros, table, rows, live, start + tl.arange(0, BLOCK_W), words, stride4,
+        blocks, zeros_stride, BITS, WORDS_IN_BLOCK, ZEROS, NUMBERS, ORDER, STEPS, SHARED,
+        BLOCK_N, BLOCK_W,
     )  # fmt: skip
-    column = start * (32 // BITS) + tl.arange(0, BLOCK_W * (32 // BITS))
+    place = start * (32 // BITS) + tl.arange(0, BLOCK_W * (32 // BITS))
+    column = column_of(place, ORDER)
     where = rows[:, None].to(tl.int64) * k + column[None, :]
     mask = live[:, None] & (column < k)[None, :]
     tl.store(out + where, rounded(w, out, INTERPRETED), mask=mask)
@@ -51,7 +64,7 @@ def dequantize(
     scales: Tensor,
     zeros: Tensor | None,
     k: int,
-    kind: IntegerCodes,
+    kind: Codes,
     dtype: torch.dtype,
 ) -> Tensor:
     """W `[N, k]` in `dtype`; see `ops.dequantize`."""

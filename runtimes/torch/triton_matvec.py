@@ -4,7 +4,7 @@ Each program makes BLOCK_N outputs, its lanes along K: an activation that was lo
 BLOCK_N rows of W, and the loads of one row are contiguous. Codes are read where they lie in their
 half word, as 2^23 + q·2^place, the power taken back on the activation (exactly), so a weight
 costs three instructions: and-or, subtract, multiply-add. Zero points act on sums of activations,
-once a word. Accumulation is float32. Where N alone does not fill the device, K is split; the parts
+once a word; levels of other formats are made whole. Accumulation is float32. Where N alone does not fill the device, K is split; the parts
 are added in a fixed order by a second kernel: the result is deterministic.
 """
 
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from qgraph.runtimes.torch import autotune
 from qgraph.runtimes.torch.autotune import Config
-from qgraph.runtimes.torch.dequantize import IntegerCodes
+from qgraph.runtimes.torch.dequantize import Codes
 from qgraph.runtimes.torch.triton_decode import (
     INTERPRETED,
     code_arguments,
+    level,
     load_scales,
     load_zeros,
     rounded,
@@ -59,11 +60,18 @@ def load_pair(
 def field(
     packed: tl.tensor,
     points: tl.tensor,
+    table: tl.tensor,
     CODE: tl.constexpr,
     BITS: tl.constexpr,
     ZEROS: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ) -> tl.tensor:
-    """float32: code number CODE of each word less its zero point, times 2^(place in the half)."""
+    """float32: code number CODE of each word less its zero point, times 2^(place in the half).
+
+    Levels as they are.
+    """
+    if NUMBERS > 0:
+        return level(packed >> (CODE * BITS), table, BITS, NUMBERS)
     place: tl.constexpr = CODE * BITS % 16
     unit: tl.constexpr = 1 << place
     half = packed >> 16 if CODE * BITS >= 16 else packed
@@ -73,12 +81,25 @@ def field(
     return value - (8388608.0 + (1 << (BITS - 1)) * unit)
 
 
+@triton.constexpr_function
+def first_code(pair: int, order: int) -> int:
+    """Which code of a word is the first of pair number `pair` of neighbouring columns."""
+    return (2 * pair, 2 * pair + 1, pair % 2 * 4 + pair // 2)[order]
+
+
+@triton.constexpr_function
+def second_code(pair: int, order: int) -> int:
+    """Which is the second."""
+    return (2 * pair + 1, 2 * pair, pair % 2 * 4 + pair // 2 + 2)[order]
+
+
 @triton.jit
 def matvec_kernel(
     x: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
     zeros: tl.tensor,
+    table: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
     n: tl.tensor,
@@ -90,6 +111,10 @@ def matvec_kernel(
     BITS: tl.constexpr,
     WORDS_IN_BLOCK: tl.constexpr,
     ZEROS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    ORDER: tl.constexpr,
+    STEPS: tl.constexpr,
+    SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     X16: tl.constexpr,
     BFLOAT: tl.constexpr,
@@ -115,22 +140,32 @@ def matvec_kernel(
         where = rows[:, None] * (stride4 * 4) + at[None, :]
         packed = tl.load(codes + where, mask=live[:, None] & inside[None, :], other=0)
         block = at // WORDS_IN_BLOCK
-        steps = load_scales(scales, rows, live, blocks, block, inside)
+        steps = load_scales(
+            scales, zeros, rows, live, blocks, block, inside, STEPS, SHARED,
+            NUMBERS > 0 and ZEROS > 0,
+        )  # fmt: skip
         points = empty
-        if ZEROS > 0:
+        if NUMBERS == 0 and ZEROS > 0:
             points = load_zeros(zeros, rows, live, zeros_stride, block, inside, BITS, ZEROS)
         sums = (empty,) * ROWS
         totals = (tl.zeros([BLOCK_W], tl.float32),) * ROWS
         for pair in tl.static_range(pairs):
-            low = field(packed, points, 2 * pair, BITS, ZEROS)
-            high = field(packed, points, 2 * pair + 1, BITS, ZEROS)
+            first: tl.constexpr = first_code(pair, ORDER)
+            second: tl.constexpr = second_code(pair, ORDER)
+            low = field(packed, points, table, first, BITS, ZEROS, NUMBERS)
+            high = field(packed, points, table, second, BITS, ZEROS, NUMBERS)
+            if ORDER == 2:
+                x_at = at // 4 * 16 + at % 4 * 2 + pair // 2 * 8 + pair % 2
+            else:
+                x_at = at * pairs + pair
             new_sums = ()
             new_totals = ()
             for row in tl.static_range(ROWS):
-                x_low, x_high = load_pair(x, (row * words + at) * pairs + pair, inside, X16, BFLOAT)
+                x_low, x_high = load_pair(x, row * words * pairs + x_at, inside, X16, BFLOAT)
                 new_totals = appended(new_totals, totals[row] + x_low + x_high)
-                x_low = x_low * (1.0 / (1 << (2 * pair * BITS % 16)))
-                x_high = x_high * (1.0 / (1 << ((2 * pair + 1) * BITS % 16)))
+                if NUMBERS == 0:
+                    x_low = x_low * (1.0 / (1 << (2 * pair * BITS % 16)))
+                    x_high = x_high * (1.0 / (1 << ((2 * pair + 1) * BITS % 16)))
                 new_sums = appended(
                     new_sums, sums[row] + low * x_low[None, :] + high * x_high[None, :]
                 )
@@ -139,7 +174,7 @@ def matvec_kernel(
         new_acc = ()
         for row in tl.static_range(ROWS):
             part = sums[row]
-            if ZEROS == 1:
+            if NUMBERS == 0 and ZEROS == 1:
                 part -= (points - (1 << (BITS - 1))) * totals[row][None, :]
             new_acc = appended(new_acc, acc[row] + part * steps)
         acc = new_acc
@@ -176,7 +211,7 @@ def linear(
     zeros: Tensor | None,
     bias: Tensor | None,
     k: int,
-    kind: IntegerCodes,
+    kind: Codes,
     config: Config | None = None,
 ) -> Tensor:
     """Compute y `[M, N]` of x `[M, k]`; see `ops.linear`. `config` None is tuned on a device."""

@@ -18,8 +18,14 @@ from torch import Tensor
 
 from qgraph.runtimes.torch import autotune
 from qgraph.runtimes.torch.autotune import Config
-from qgraph.runtimes.torch.dequantize import IntegerCodes
-from qgraph.runtimes.torch.triton_decode import INTERPRETED, code_arguments, dequantized, rounded
+from qgraph.runtimes.torch.dequantize import Codes
+from qgraph.runtimes.torch.triton_decode import (
+    INTERPRETED,
+    code_arguments,
+    column_of,
+    dequantized,
+    rounded,
+)
 from qgraph.runtimes.torch.triton_reduce import partials, reduce_splits
 
 
@@ -37,6 +43,7 @@ def tiles_kernel(
     codes: tl.tensor,
     scales: tl.tensor,
     zeros: tl.tensor,
+    table: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
     m: tl.tensor,
@@ -50,6 +57,10 @@ def tiles_kernel(
     BITS: tl.constexpr,
     WORDS_IN_BLOCK: tl.constexpr,
     ZEROS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    ORDER: tl.constexpr,
+    STEPS: tl.constexpr,
+    SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -66,15 +77,16 @@ def tiles_kernel(
     width: tl.constexpr = BLOCK_W * (32 // BITS)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(split * BLOCK_W, words, splits * BLOCK_W, num_stages=STAGES):
-        column = start * (32 // BITS) + tl.arange(0, width)
+        column = column_of(start * (32 // BITS) + tl.arange(0, width), ORDER)
         x_t = tl.load(
             x + column[:, None] + row[None, :] * k,
             mask=(column < k)[:, None] & (row < m)[None, :],
             other=0,
         )
         w = dequantized(
-            codes, scales, zeros, rows, live, start + tl.arange(0, BLOCK_W), words, stride4,
-            blocks, zeros_stride, BITS, WORDS_IN_BLOCK, ZEROS, BLOCK_N, BLOCK_W,
+            codes, scales, zeros, table, rows, live, start + tl.arange(0, BLOCK_W), words, stride4,
+            blocks, zeros_stride, BITS, WORDS_IN_BLOCK, ZEROS, NUMBERS, ORDER, STEPS, SHARED,
+            BLOCK_N, BLOCK_W,
         )  # fmt: skip
         acc = multiply(rounded(w, x, INTERPRETED), x_t, acc, INTERPRETED)
     if HAS_BIAS:
@@ -105,7 +117,7 @@ def linear(
     zeros: Tensor | None,
     bias: Tensor | None,
     k: int,
-    kind: IntegerCodes,
+    kind: Codes,
     config: Config | None = None,
 ) -> Tensor:
     """Compute y `[M, N]` of x `[M, k]`; see `ops.linear`. `config` None is tuned on a device."""

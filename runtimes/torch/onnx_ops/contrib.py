@@ -216,10 +216,12 @@ def group_query_attention(
 ) -> tuple[Tensor, ...]:
     """Causal attention with a cache that grows by the new keys: `[B, L, H·E]` → the same.
 
-    Every row must be as long as the longest (`seqlens_k` = past + L - 1), as without padding.
+    With a past every row must be as long as the longest (`seqlens_k` = past + L - 1), as without
+    padding. In a prompt without one, padding on the right is behind all that real tokens see.
 
     Raises:
         InputError: smooth softmax.
+        RuntimeError: rows of different lengths behind a past.
     """
     if smooth_softmax:
         raise InputError("GroupQueryAttention with smooth_softmax runs on ONNX Runtime alone")
@@ -232,6 +234,11 @@ def group_query_attention(
         for x, heads in ((query, num_heads), (key, kv_num_heads), (value, kv_num_heads))
     )
     past = 0 if past_key is None else past_key.shape[2]
+    if past_key is not None:
+        torch._assert_async(
+            (seqlens_k == past + q.shape[2] - 1).all(),
+            "GroupQueryAttention: rows of different lengths (seqlens_k) run on ONNX Runtime alone",
+        )
     if do_rotary and cos_cache is not None and sin_cache is not None:
         stop = past + q.shape[2]
         cos, sin = cos_cache[past:stop], sin_cache[past:stop]
