@@ -7,7 +7,6 @@ from collections.abc import Hashable
 from typing import ClassVar
 
 from qgraph.adopted import ADOPTED, AdoptedSource, StoredSource, adopt
-from qgraph.formats.base import PARTS
 from qgraph.graph import Graph
 from qgraph.passes.base import Context, Pass
 from qgraph.passes.dequantize import DequantizeWriter, read_from
@@ -70,9 +69,9 @@ def _is_spelled(site: Site, context: Context) -> bool:
 def _make_lazy(site: Site, source: StoredSource) -> None:
     """Let the constants of a `qgraph::Dequantize…` node come from `source`: same bytes."""
     assert site.dequantizer is not None
-    for part, value in zip(PARTS, site.dequantizer.inputs, strict=False):
+    layout = source.format.default_layout
+    for part, value in zip(source.parts(layout), site.dequantizer.inputs, strict=True):
         if value is not None and not isinstance(value.const_value, QuantTensor):
-            layout = source.format.default_layout
             value.const_value = QuantTensor(source, part, layout, value.name or "")
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from qgraph import registry
-from qgraph.formats.base import QuantizedWeight
+from qgraph.formats.base import Format, QuantizedWeight
 from qgraph.passes.solver import Codes, Problem, Ranges, Scaling, Solver
 from qgraph.recipe import Recipe
 from qgraph.solver_names import parts_of
@@ -22,14 +22,20 @@ class Solvers:
 
     def solve(self, problem: Problem) -> tuple[QuantizedWeight, str]:
         """Ranges, then codes; rounding where no codes are found, with a word on it."""
-        ranges = self.ranges.fit(problem) if self.ranges is not None else None
+        ranges, words = None, []
+        if self.ranges is not None:
+            ranges, words = self.ranges.fit(problem), [self.ranges.left_out(problem.fmt)]
+        found = None
         if self.codes is not None:
             found = self.codes.solve(problem, ranges)
-            if found is not None:
-                return found
-            word = f"{self.codes.name} gave up: the Hessian does not factor at any damping"
-            return ranges or problem.nearest(), word
-        return ranges or problem.nearest(), ""
+            gave_up = f"{self.codes.name} gave up: the Hessian does not factor at any damping"
+            words.append(gave_up if found is None else found[1])
+        weight = found[0] if found is not None else ranges or problem.nearest()
+        return weight, ", ".join(word for word in words if word)
+
+    def chooses_ranges(self, fmt: Format) -> bool:
+        """Whether one of the steps does, and the format lets it."""
+        return self.ranges is not None and fmt.free_scales
 
 
 def candidates(spec: str, *, with_data: bool) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.formats.base import Array, Format, QuantizedWeight
+from qgraph.formats.base import Format, QuantizedWeight
+from qgraph.passes.codebook import Codebook, codebook, has_float_zeros
 from qgraph.passes.range_search import as_stored
 
 if TYPE_CHECKING:
@@ -43,15 +44,14 @@ def one_thread() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Where codes may lie: ŵ = (code − zero) · scale, `low` ≤ code ≤ `high`.
+    """Where weights may lie: ŵ = step(code, zero) · scale.
 
-    scales, zeros: float32 `[N, nb]`; zeros are 0 where the format is symmetric.
+    scales, zeros: float32 `[N, nb]`; zeros are 0 where the format has none.
     """
 
     scales: Tensor
     zeros: Tensor
-    low: int
-    high: int
+    book: Codebook
     group: int
 
     def columns(self, k: int) -> tuple[Tensor, Tensor]:
@@ -64,19 +64,24 @@ class Grid:
     def dequantize(self, codes: Tensor) -> Tensor:
         """Ŵ `[N, K]`."""
         scales, zeros = self.columns(codes.shape[1])
-        return (codes - zeros) * scales
+        return self.book.steps(codes, zeros) * scales
 
 
 def grid_of(rounded: QuantizedWeight, fmt: Format, device: torch.device) -> Grid:
-    """The grid on which a weight of format `fmt` was rounded."""
+    """The grid on which a weight of format `fmt` was rounded.
+
+    Groups of zeros get a scale: one that is as good as 0 where theirs must stay as it is.
+    """
     import torch
 
+    least = 1.0 if fmt.free_scales else torch.finfo(torch.float32).tiny
     scales = torch.from_numpy(rounded.scales.astype(np.float32)).to(device)
-    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    scales = torch.where(scales == 0, torch.full_like(scales, least), scales)
     zeros = torch.zeros_like(scales)
     if rounded.zeros is not None:
         zeros = torch.from_numpy(rounded.zeros.astype(np.float32)).to(device)
-    return Grid(scales, zeros, *fmt.code_range, fmt.group)
+    book = codebook(fmt, device, float_zeros=has_float_zeros(rounded.zeros))
+    return Grid(scales, zeros, book, fmt.group)
 
 
 def loss(weights: Tensor, quantized: Tensor, hessian: Tensor) -> Tensor:
@@ -125,7 +130,7 @@ def solve(
     # Columns are worked on as rows: contiguous, and several times faster.
     scales, zeros = (part[:, order].T.contiguous() for part in grid.columns(k))
     rest = weights[:, order].T.contiguous()
-    codes = torch.empty_like(rest)
+    book, codes = grid.book, torch.empty_like(rest, dtype=grid.book.dtype)
     errors = torch.empty_like(rest)
     for start in range(0, k, block):
         stop = min(start + block, k)
@@ -143,13 +148,14 @@ def solve(
                         grid.zeros[:, place] = found.zeros[:, 0]
                         scales[at:last], zeros[at:last] = found.scales[:, 0], found.zeros[:, 0]
                     column, scale, zero = rest[at], scales[at], zeros[at]
-                    code = (column / scale).round_().add_(zero).clamp_(grid.low, grid.high)
+                    code = book.nearest(column / scale, zero)
                     codes[at] = code
-                    errors[at] = code.sub_(zero).mul_(scale).sub_(column).div_(-upper[at, at])
+                    step = book.steps(code, zero)
+                    errors[at] = step.mul_(scale).sub_(column).div_(-upper[at, at])
                     rest[at + 1 : end].addr_(upper[at, at + 1 : end], errors[at], alpha=-1)
                 rest[end:stop].addmm_(upper[near:end, end:stop].T, errors[near:end], alpha=-1)
         rest[stop:].addmm_(upper[start:stop, stop:].T, errors[start:stop], alpha=-1)
-    result = torch.empty_like(weights)
+    result = torch.empty_like(weights, dtype=codes.dtype)
     result[:, order] = codes.T
     return result, grid
 
@@ -169,23 +175,24 @@ def refine(
     scales, zeros = (part[:, order].T.contiguous() for part in grid.columns(k))
     turned = hessian[order][:, order].contiguous()
     curve = turned.diagonal().clamp(min=torch.finfo(torch.float32).tiny)
-    codes, target = codes[:, order].T.contiguous(), weights[:, order].T
+    book, codes = grid.book, codes[:, order].T.contiguous()
+    target = weights[:, order].T
     for _ in range(sweeps):
-        gradient = turned @ (target - (codes - zeros) * scales)
+        gradient = turned @ (target - book.steps(codes, zeros) * scales)
         changes = torch.empty_like(gradient)
         for start in range(0, k, block):
             stop = min(start + block, k)
             with one_thread():
                 for at in range(start, stop):
                     scale, zero = scales[at], zeros[at]
-                    before = (codes[at] - zero).mul_(scale)
+                    before = book.steps(codes[at], zero).mul_(scale)
                     best = before + gradient[at] / curve[at]
-                    code = (best / scale).round_().add_(zero).clamp_(grid.low, grid.high)
+                    code = book.nearest(best / scale, zero)
                     codes[at] = code
-                    changes[at] = code.sub_(zero).mul_(scale).sub_(before)
+                    changes[at] = book.steps(code, zero).mul_(scale).sub_(before)
                     gradient[at:stop].addr_(turned[at, at:stop], changes[at], alpha=-1)
             gradient[stop:].addmm_(turned[stop:, start:stop], changes[start:stop], alpha=-1)
-    result = torch.empty_like(weights)
+    result = torch.empty_like(weights, dtype=codes.dtype)
     result[:, order] = codes.T
     return result
 
@@ -201,7 +208,8 @@ def refit(weights: Tensor, hessian: Tensor, grid: Grid, codes: Tensor, dtype: ir
     nb = grid.scales.shape[1]
     width = nb * (grid.group or k)
     pad = width - k
-    steps = torch.nn.functional.pad(codes - grid.columns(k)[1], (0, pad)).view(n, nb, -1)
+    steps = grid.book.steps(codes, grid.columns(k)[1])
+    steps = torch.nn.functional.pad(steps, (0, pad)).view(n, nb, -1)
     padded = torch.nn.functional.pad(hessian, (0, pad, 0, pad)).view(nb, -1, width)
     wanted = torch.nn.functional.pad(weights @ hessian, (0, pad)).view(n, nb, -1)
     right = (wanted * steps).sum(-1)
@@ -217,8 +225,11 @@ def refit(weights: Tensor, hessian: Tensor, grid: Grid, codes: Tensor, dtype: ir
     return dataclasses.replace(grid, scales=torch.where(keep, scales, grid.scales))
 
 
-def to_weight(codes: Tensor, grid: Grid, scales: Array, signed: bool) -> QuantizedWeight:
-    """Arrays as formats pack them; `scales` as they are stored."""
-    kind = np.int8 if signed else np.uint8
-    zeros = None if signed else grid.zeros.cpu().numpy().astype(np.uint8)
-    return QuantizedWeight(codes.cpu().numpy().astype(kind), scales, zeros)
+def to_weight(codes: Tensor, grid: Grid, start: QuantizedWeight, fmt: Format) -> QuantizedWeight:
+    """Arrays as formats pack them; scales that are not free are those of `start`."""
+    kept, scales, zeros = grid.book.stored(codes), start.scales, start.zeros
+    if fmt.free_scales:
+        scales = grid.scales.cpu().numpy().astype(scales.dtype)
+    if zeros is not None:
+        zeros = grid.zeros.cpu().numpy().astype(zeros.dtype)
+    return QuantizedWeight(kept.astype(start.codes.dtype), scales, zeros, start.more)

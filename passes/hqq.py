@@ -43,7 +43,7 @@ def fit(
 
     Args:
         rows: float32 `[N, K]`; worked on in tiles of rows.
-        fmt: an integer format in groups along K.
+        fmt: a format whose groups have free scales.
         dtype: in which the scales are stored.
         importance: h, float32 `[K]`, > 0; see `importance`. None where all columns count alike.
 

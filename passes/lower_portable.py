@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.capabilities import OWN_LINEAR
 from qgraph.formats.base import Format
 from qgraph.graph import Graph
 from qgraph.kernel_choice import is_portable
@@ -17,6 +18,7 @@ from qgraph.passes.lower_matmul_nbits import (
     around,
     check_activation,
     check_view,
+    chosen,
     place,
 )
 from qgraph.report import Step
@@ -51,7 +53,8 @@ class LowerPortable(Pass):
                 continue
             assert site.dequantizer is not None
             fmt = source_of(site.dequantizer).format
-            if not is_portable(context.plan.recipe.unfused, fmt):
+            own = chosen(site, context)[1].op == OWN_LINEAR  # the runtime knows it as a whole
+            if not own and not is_portable(context.plan.recipe.unfused, fmt):
                 continue
             gathers = site.role == "embedding"
             result = fmt.function_name if gathers else fmt.linear_name

@@ -16,7 +16,7 @@ class Clip(Ranges):
     name: ClassVar[str] = "clip"
     needs_data: ClassVar[bool] = True
 
-    def fit(self, problem: Problem) -> QuantizedWeight:
+    def search(self, problem: Problem) -> QuantizedWeight:
         """Each group's range of least output error on the calibration inputs."""
         from qgraph.passes import clip
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
 from qgraph.errors import InputError
-from qgraph.formats.base import QuantizedWeight
+from qgraph.formats.base import Format, QuantizedWeight
 from qgraph.passes.moments import Moments
 from qgraph.passes.solver import Codes, Problem
 
@@ -23,10 +23,12 @@ class Gptq(Codes):
     act_order: `static` rounds columns by falling activation while groups stay where they are;
         `permuted` also stores the columns in that order, so that groups hold alike columns, and
         gathers the activation to match; `off` goes from left to right and takes each group's
-        range when it gets there, from the weights as corrected so far.
+        range when it gets there, from the weights as corrected so far; where scales depend on
+        one another, or are no floats, all ranges are found beforehand.
     damping: added to the Hessian's diagonal, relative to its mean.
     sweeps: sweeps of coordinate descent over the codes after GPTQ.
-    refit: behind the sweeps: fit the scales to the codes, and refine the codes once more.
+    refit: behind the sweeps: fit the scales to the codes, where they may be any number, and
+        refine the codes once more.
     """
 
     name: ClassVar[str] = "gptq"
@@ -66,16 +68,24 @@ class Gptq(Codes):
         factored = problem.moments.factor(self.act_order != "off", self.damping)
         if factored is None:
             return None
-        moving = ranges is None and self.act_order == "off"
+        moving = ranges is None and self.act_order == "off" and fmt.free_scales
         start = ranges or fmt.quantize(problem.plain.cpu().numpy(), problem.dtype)
         grid = gptq.grid_of(start, fmt, hessian.device)
         again = gptq.Rounding(fmt, problem.dtype) if moving else None
         codes, grid = gptq.solve(problem.weights, grid, factored.order, factored.upper, again)
         if self.sweeps:
             codes = gptq.refine(problem.weights, hessian, grid, codes, self.sweeps)
-        if self.refit:
+        if self.refit and fmt.free_scales:
             grid = gptq.refit(problem.weights, hessian, grid, codes, problem.dtype)
             codes = gptq.refine(problem.weights, hessian, grid, codes, 1)
-        scales = grid.scales.cpu().numpy().astype(start.scales.dtype)
-        word = "" if factored.damping == self.damping else f"damping {factored.damping:g}"
-        return gptq.to_weight(codes, grid, scales, fmt.symmetric), word
+        words = [] if factored.damping == self.damping else [f"damping {factored.damping:g}"]
+        words += self._left_out(fmt)
+        return gptq.to_weight(codes, grid, start, fmt), ", ".join(words)
+
+    def _left_out(self, fmt: Format) -> list[str]:
+        """What was asked for that needs scales that may be any number."""
+        if fmt.free_scales:
+            return []
+        why = f"the scales of {fmt.spell()} are not free"
+        words = [f"ranges found beforehand: {why}"] * (self.act_order == "off")
+        return words + [f"no refit: {why}"] * self.refit

@@ -16,7 +16,7 @@ class Hqq(Ranges):
     name: ClassVar[str] = "hqq"
     needs_data: ClassVar[bool] = False
 
-    def fit(self, problem: Problem) -> QuantizedWeight:
+    def search(self, problem: Problem) -> QuantizedWeight:
         """Each group's range from the weights alone."""
         from qgraph.passes import hqq
 

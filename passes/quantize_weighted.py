@@ -16,7 +16,7 @@ class Weighted(Ranges):
     name: ClassVar[str] = "weighted"
     needs_data: ClassVar[bool] = True
 
-    def fit(self, problem: Problem) -> QuantizedWeight:
+    def search(self, problem: Problem) -> QuantizedWeight:
         """Each group's range; only the diagonal of the moments is looked at."""
         from qgraph.passes import weighted
 

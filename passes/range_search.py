@@ -1,4 +1,4 @@
-"""Choosing group ranges by trying many: scales and integer zero points, under any loss.
+"""Choosing group ranges by trying many: scales and zero points, under any loss.
 
 Every range is tried as it is stored, the format's own among them: the result is never worse than
 rounding to nearest under the loss that is asked for. As in formats, a scale is stored as a normal
@@ -15,8 +15,10 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.formats.base import Format, QuantizedWeight
+from qgraph.passes.codebook import Codebook, codebook, has_float_zeros
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Loss: TypeAlias = "Callable[[Tensor], Tensor]"
@@ -40,12 +42,13 @@ def search(
 
     Args:
         rows: float32 `[N, K]`.
-        fmt: an integer format in groups along K.
+        fmt: a format whose groups have free scales.
         dtype: in which the scales are stored.
         loss: of a group.
-        shrink: factors of the width of the range from the least to the largest weight.
+        shrink: factors of the width of the range from the least to the largest weight; of the
+            format's own scale where it has no zero points.
         shifts: of the zero point from the one that keeps the middle of the range in the middle
-            of the codes; symmetric formats have none.
+            of the codes.
         tile: weights at once.
 
     Raises:
@@ -87,62 +90,108 @@ def _search(
 
     own = fmt.quantize(rows.cpu().numpy(), dtype)
     n, k = rows.shape
-    nb = own.scales.shape[1]
-    width = fmt.group or k
-    weights = torch.nn.functional.pad(rows, (0, nb * width - k)).view(n, nb, width)
-    least, most = fmt.code_range
+    floats = has_float_zeros(own.zeros)
+    weights = _grouped(rows, own.scales.shape[1], fmt.group or k, floats)
     scale = torch.from_numpy(own.scales.astype(np.float32)).to(rows.device)
     zero = torch.zeros_like(scale)
     if own.zeros is not None:
         zero = torch.from_numpy(own.zeros.astype(np.float32)).to(rows.device)
-    best = _Best(weights, scale, zero, least, most, loss)
-    low, high = weights.amin(-1).clamp(max=0), weights.amax(-1).clamp(min=0)
-    for factor in shrink:
-        wide = (high - low) / (most - least) if own.zeros is not None else scale
-        tried = as_stored(wide * factor, dtype)
-        if own.zeros is None:
-            best.consider(tried, zero)
-            continue
-        middle = torch.round((least + most) / 2 - (low + high) / 2 / tried.clamp(min=1e-30))
-        for shift in shifts:
-            best.consider(tried, (middle + shift).clamp(least, most))
-    codes = best.codes().reshape(n, -1)[:, :k].cpu().numpy()
-    # A group that is all zero keeps the scale that the format gives it.
+    book = codebook(fmt, rows.device, float_zeros=floats)
+    best = _Best(weights, scale, zero, book, loss)
+    low, high = weights.amin(-1), weights.amax(-1)
     flat = ((low == 0) & (high == 0)).cpu().numpy()
+    if not floats:  # the range holds zero
+        low, high = low.clamp(max=0), high.clamp(min=0)
+    for factor in shrink:
+        if own.zeros is None:
+            best.consider(as_stored(scale * factor, dtype), zero)
+            continue
+        for tried, moved in _asymmetric(fmt, dtype, (low, high), factor, shifts, floats):
+            best.consider(tried, moved)
+    codes = book.stored(best.codes()).reshape(n, -1)[:, :k].astype(own.codes.dtype)
+    # A group that is all zero keeps the scale that the format gives it.
     scales = np.where(flat, own.scales, best.scale.cpu().numpy().astype(own.scales.dtype))
     if own.zeros is None:
-        return QuantizedWeight(codes.astype(own.codes.dtype), scales, None)
+        return QuantizedWeight(codes, scales, None)
     zeros = best.zero.cpu().numpy().astype(own.zeros.dtype)
-    return QuantizedWeight(codes.astype(own.codes.dtype), scales, zeros)
+    return QuantizedWeight(codes, scales, zeros)
+
+
+def _grouped(rows: Tensor, nb: int, width: int, repeat: bool) -> Tensor:
+    """`[n, K]` as `[n, nb, width]`, filled up with zeros, or with the last weight of each row."""
+    import torch
+
+    fill = nb * width - rows.shape[1]
+    if repeat and fill:
+        rows = torch.cat([rows, rows[:, -1:].expand(-1, fill)], dim=1)
+    else:
+        rows = torch.nn.functional.pad(rows, (0, fill))
+    return rows.view(len(rows), nb, width)
+
+
+def _asymmetric(
+    fmt: Format,
+    dtype: ir.DataType,
+    ends: tuple[Tensor, Tensor],
+    factor: float,
+    shifts: Sequence[int],
+    floats: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scales and zero points for `factor` times the range between `ends`, for each shift."""
+    import torch
+
+    (low, high), (least, most) = ends, fmt.code_range
+    tried = as_stored((high - low) / (most - least) * factor, dtype)
+    middle = (least + most) / 2 - (low + high) / 2 / tried.clamp(min=1e-30)
+    if not floats:
+        middle = torch.round(middle)
+    for shift in shifts:
+        moved = middle + shift
+        yield tried, _zero_as_stored(moved, fmt, dtype) if floats else moved.clamp(least, most)
+
+
+def _zero_as_stored(zero: Tensor, fmt: Format, dtype: ir.DataType) -> Tensor:
+    """Float zero points as they read back from `dtype`, as far out as the format has them."""
+    far = fmt.reach - float(np.abs(fmt.levels).max())
+    return zero.clamp(-far, far).to(_kind(dtype)).float()
 
 
 def as_stored(scale: Tensor, dtype: ir.DataType) -> Tensor:
     """Scales as they read back from `dtype`, those below its normal numbers raised to the least."""
     import torch
 
-    kinds = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}
-    kind = kinds.get(dtype, torch.float32)
+    kind = _kind(dtype)
     raised = torch.copysign(scale.abs().clamp(min=torch.finfo(kind).tiny), scale)
     return torch.where(scale == 0, scale, raised).to(kind).float()
+
+
+def _kind(dtype: ir.DataType) -> torch.dtype:
+    import torch
+
+    kinds = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}
+    return kinds.get(dtype, torch.float32)
 
 
 class _Best:
     """The best range of each group so far."""
 
     def __init__(
-        self, weights: Tensor, scale: Tensor, zero: Tensor, least: int, most: int, loss: Loss
+        self, weights: Tensor, scale: Tensor, zero: Tensor, book: Codebook, loss: Loss
     ) -> None:
         self.weights, self.scale, self.zero = weights, scale, zero
-        self.least, self.most, self._measure = least, most, loss
+        self.book, self._measure = book, loss
         self.loss = loss(self._error(scale, zero))
 
-    def _error(self, scale: Tensor, zero: Tensor) -> Tensor:
+    def _codes(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """The codes nearest to the weights, `[n, nb, G]`."""
         import torch
 
         safe = torch.where(scale == 0, torch.ones_like(scale), scale)[..., None]
-        shift = zero[..., None]
-        codes = (self.weights / safe).round_().add_(shift).clamp_(self.least, self.most)
-        return codes.sub_(shift).mul_(scale[..., None]).sub_(self.weights).neg_()
+        return self.book.nearest(self.weights / safe, zero[..., None])
+
+    def _error(self, scale: Tensor, zero: Tensor) -> Tensor:
+        steps = self.book.steps(self._codes(scale, zero), zero[..., None])
+        return steps.mul_(scale[..., None]).sub_(self.weights).neg_()
 
     def consider(self, scale: Tensor, zero: Tensor) -> None:
         """Take a range where it is better."""
@@ -155,9 +204,5 @@ class _Best:
         self.zero = torch.where(better, zero, self.zero)
 
     def codes(self) -> Tensor:
-        """The codes nearest to the weights, `[n, nb, G]`."""
-        import torch
-
-        safe = torch.where(self.scale == 0, torch.ones_like(self.scale), self.scale)[..., None]
-        codes = (self.weights / safe).round_().add_(self.zero[..., None])
-        return codes.clamp_(self.least, self.most)
+        """The codes nearest to the weights on the ranges that are best, `[n, nb, G]`."""
+        return self._codes(self.scale, self.zero)

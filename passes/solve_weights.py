@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
 
 from qgraph.formats.base import Format, QuantizedWeight, parse
 from qgraph.graph import Graph
 from qgraph.passes.composed import Solvers, candidates, make
 from qgraph.passes.fold_scale import find_fold
-from qgraph.passes.moments import Moments, best_device
-from qgraph.passes.rounded import RoundedSource, rounded
+from qgraph.passes.moments import Moments
+from qgraph.passes.rounded import rounded
+from qgraph.passes.solve_rows import (
+    Draft,
+    fitted,
+    losses,
+    pieces,
+    rows_of,
+    together,
+    transformed,
+)
 from qgraph.passes.solved import SolvedSource, Transform
 from qgraph.passes.solver import Problem
 from qgraph.passes.stage_walk import Stop
@@ -64,28 +71,6 @@ class Solution:
     reason: str | None = None
 
 
-@dataclasses.dataclass(eq=False)
-class _Draft:
-    """One weight's rows as they are found, and the loss of them and of rounding."""
-
-    site: Site
-    nearest: RoundedSource
-    pieces: list[QuantizedWeight] = dataclasses.field(default_factory=list)
-    loss: float = 0.0
-    rounding: float = 0.0
-    words: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def fmt(self) -> Format:
-        """The weight's format."""
-        return self.nearest.format
-
-    @property
-    def ratio(self) -> float:
-        """The loss in units of rounding's."""
-        return self.loss / self.rounding if self.rounding > 0 else float(self.loss > 0)
-
-
 class StageSolver:
     """All weights that read one activation and that are solved here."""
 
@@ -118,18 +103,31 @@ class StageSolver:
 
     def _best(
         self, spec: str, sites: Sequence[Site]
-    ) -> dict[str, tuple[str, _Draft, Transform | None]]:
+    ) -> dict[str, tuple[str, Draft, Transform | None]]:
         """Per site the draft of least loss, over what `auto` tries or the one that was asked."""
-        best: dict[str, tuple[str, _Draft, Transform | None]] = {}
-        for candidate in candidates(spec, with_data=True):
+        best: dict[str, tuple[str, Draft, Transform | None]] = {}
+        for candidate in self._applying(spec, sites):
             for name, (draft, transform) in self._drafts(candidate, sites).items():
                 if name not in best or draft.loss < best[name][1].loss:
                     best[name] = (candidate, draft, transform)
         return best
 
+    def _applying(self, spec: str, sites: Sequence[Site]) -> list[str]:
+        """What is tried for a solver; of several only what can choose ranges where it should."""
+        tried = candidates(spec, with_data=True)
+        fmts = [parse(self.plan[site.name].format or "") for site in sites]
+        solvers = {each: make(each, self.plan.recipe) for each in tried}
+        return [
+            each
+            for each in tried
+            if len(tried) == 1
+            or solvers[each].ranges is None
+            or any(solvers[each].chooses_ranges(fmt) for fmt in fmts)
+        ]
+
     def _drafts(
         self, spec: str, sites: Sequence[Site]
-    ) -> dict[str, tuple[_Draft, Transform | None]]:
+    ) -> dict[str, tuple[Draft, Transform | None]]:
         solvers = make(spec, self.plan.recipe)
         scale, word = self._scale(solvers, sites)
         order = None
@@ -155,7 +153,7 @@ class StageSolver:
         sites: Sequence[Site],
         scale: Tensor | None,
         order: Tensor | None,
-    ) -> tuple[dict[str, _Draft], str]:
+    ) -> tuple[dict[str, Draft], str]:
         """The drafts, and why they are none with these channel factors."""
         try:
             drafts = self._solve(solvers, sites, scale, order)
@@ -181,7 +179,7 @@ class StageSolver:
         problems = []
         for site in sites:
             step = -(-site.n // room)
-            rows = _rows(site, 0, site.n)[::step]
+            rows = rows_of(site, 0, site.n)[::step]
             added = self.stop.residuals.get(site.name)
             target = self._corrected(rows, None if added is None else added[::step])
             fmt = parse(self.plan[site.name].format or "")
@@ -208,49 +206,54 @@ class StageSolver:
         sites: Sequence[Site],
         scale: Tensor | None,
         order: Tensor | None,
-    ) -> dict[str, _Draft]:
-        """Drafts; rows of several weights of one format are solved together."""
+    ) -> dict[str, Draft]:
+        """Drafts; rows of several weights of one format are solved together where they may be."""
         moments = self.moments
         if scale is not None or order is not None:
             moments = moments.transformed(scale, order)
-        drafts = {site.name: _Draft(site, rounded(site, self.plan[site.name])) for site in sites}
+        drafts = {site.name: Draft(site, rounded(site, self.plan[site.name])) for site in sites}
         kinds = {(draft.fmt, draft.site.dtype): draft for draft in drafts.values()}
         for fmt, dtype in kinds:
             assert dtype is not None
             members = [d for d in drafts.values() if (d.fmt, d.site.dtype) == (fmt, dtype)]
-            for pieces in _pieces(members):
-                self._solve_rows(solvers, pieces, scale, order, moments)
+            for some in together(members):
+                known = fitted(some[0], scale, order)
+                for piece in pieces(some):
+                    self._solve_rows(solvers, piece, known, scale, order, moments)
         return drafts
 
     def _solve_rows(
         self,
         solvers: Solvers,
-        pieces: Sequence[tuple[_Draft, int, int]],
+        piece: Sequence[tuple[Draft, int, int]],
+        fmt: Format,
         scale: Tensor | None,
         order: Tensor | None,
         moments: Moments,
     ) -> None:
-        """Solve some rows, and append them to their drafts with their losses."""
+        """Solve some rows, and append them to their drafts with their losses.
+
+        fmt: the drafts' format, knowing of their weight what it has to.
+        """
         import torch
 
-        draft = pieces[0][0]
-        fmt, dtype = draft.fmt, draft.site.dtype
+        dtype = piece[0][0].site.dtype
         assert dtype is not None
-        plain = torch.cat([_rows(d.site, start, stop) for d, start, stop in pieces])
-        target = self._corrected(plain, self._added(pieces))
+        plain = torch.cat([rows_of(d.site, start, stop) for d, start, stop in piece])
+        target = self._corrected(plain, self._added(piece))
         problem = Problem(
-            _transformed(target, scale, order),
-            _transformed(plain, scale, order),
+            transformed(target, scale, order),
+            transformed(plain, scale, order),
             fmt,
             dtype,
             moments,
         )
-        rounding = [d.nearest.block(start, stop) for d, start, stop in pieces]
+        rounding = [d.nearest.block(start, stop) for d, start, stop in piece]
         found, word = solvers.solve(problem)
-        before = _losses(target, QuantizedWeight.joined(rounding), fmt, self.moments)
-        after = _losses(problem.weights, found, fmt, moments)
+        before = losses(target, QuantizedWeight.joined(rounding), fmt, self.moments)
+        after = losses(problem.weights, found, fmt, moments)
         at = 0
-        for d, start, stop in pieces:
+        for d, start, stop in piece:
             here = slice(at, at + stop - start)
             d.pieces.append(found.rows(here))
             d.loss += float(after[here].sum())
@@ -259,11 +262,11 @@ class StageSolver:
                 d.words.append(word)
             at = here.stop
 
-    def _added(self, pieces: Sequence[tuple[_Draft, int, int]]) -> Tensor | None:
+    def _added(self, piece: Sequence[tuple[Draft, int, int]]) -> Tensor | None:
         import torch
 
         residuals = self.stop.residuals
-        if not any(d.site.name in residuals for d, _, _ in pieces):
+        if not any(d.site.name in residuals for d, _, _ in piece):
             return None
         device = self.moments.hessian.device
         return torch.cat(
@@ -271,13 +274,11 @@ class StageSolver:
                 residuals[d.site.name][start:stop]
                 if d.site.name in residuals
                 else torch.zeros(stop - start, d.site.k, device=device)
-                for d, start, stop in pieces
+                for d, start, stop in piece
             ]
         )
 
-    def _judged(
-        self, site: Site, spec: str, draft: _Draft, transform: Transform | None
-    ) -> Solution:
+    def _judged(self, site: Site, spec: str, draft: Draft, transform: Transform | None) -> Solution:
         """The draft, or rounding where that is better."""
         assert site.weight is not None and site.dtype is not None
         words = [f"{spec}: loss {draft.ratio:.3f} of rounding's", *draft.words]
@@ -301,56 +302,16 @@ def solve_alone(
         return Solution(
             rounded(site, decision), "rtn", f"rounded to nearest: {why}", "SOLVER_FELL_BACK"
         )
-    fmt, pieces = parse(decision.format or ""), []
     solvers = make(spec, Recipe())
-    source = rounded(site, decision)
-    for start, stop in source.blocks(BLOCK_BYTES // 4):
-        source.block(start, stop)  # names what is not finite, or does not fit
-        rows = _rows(site, start, stop)
-        problem = Problem(rows, rows, fmt, site.dtype, None, importance)
-        pieces.append(solvers.solve(problem)[0])
-    found = SolvedSource(site.weight, fmt, site.dtype, QuantizedWeight.joined(pieces))
-    return Solution(found, spec, f"{spec}, without data")
-
-
-def _rows(site: Site, start: int, stop: int) -> Tensor:
-    """Rows of a weight, float32, a copy that may be changed."""
-    import torch
-
-    assert site.weight is not None
-    return torch.from_numpy(np.array(site.weight.rows(start, stop))).to(best_device())
-
-
-def _transformed(rows: Tensor, scale: Tensor | None, order: Tensor | None) -> Tensor:
-    if scale is not None:
-        rows = rows * scale
-    return rows if order is None else rows[:, order]
-
-
-def _losses(weights: Tensor, found: QuantizedWeight, fmt: Format, moments: Moments) -> Tensor:
-    """tr((W − Ŵ) H (W − Ŵ)ᵀ) of each row, `[n]`."""
-    import torch
-
-    from qgraph.passes import gptq
-
-    quantized = torch.from_numpy(fmt.dequantize(found)).to(weights.device)
-    return gptq.loss(weights, quantized, moments.hessian)
-
-
-def _pieces(drafts: Sequence[_Draft]) -> Iterator[list[tuple[_Draft, int, int]]]:
-    """Rows of all drafts, in groups of at most `BLOCK_BYTES` of float32."""
-    room = max(8, BLOCK_BYTES // (4 * drafts[0].site.k))
-    group: list[tuple[_Draft, int, int]] = []
-    used = 0
-    for draft in drafts:
-        start = 0
-        while start < draft.site.n:
-            stop = min(draft.site.n, start + room - used)
-            group.append((draft, start, stop))
-            used += stop - start
-            start = stop
-            if used == room:
-                yield group
-                group, used = [], 0
-    if group:
-        yield group
+    draft = Draft(site, rounded(site, decision))
+    if solvers.ranges is not None and not solvers.chooses_ranges(draft.fmt):
+        word = f"rounded to nearest: {solvers.ranges.left_out(draft.fmt)}"
+        return Solution(draft.nearest, "rtn", word, "SOLVER_FELL_BACK")
+    for start, stop in draft.nearest.blocks(BLOCK_BYTES // 4):
+        draft.nearest.block(start, stop)  # names what is not finite, or does not fit
+        rows = rows_of(site, start, stop)
+        problem = Problem(rows, rows, draft.fmt, site.dtype, None, importance)
+        draft.pieces.append(solvers.solve(problem)[0])
+    found = QuantizedWeight.joined(draft.pieces)
+    source = SolvedSource(site.weight, draft.fmt, site.dtype, found)
+    return Solution(source, spec, f"{spec}, without data")

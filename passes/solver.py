@@ -55,13 +55,23 @@ class Solver(ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Ranges(Solver):
-    """Chooses scales and zero points."""
+    """Chooses scales and zero points, where the format lets every group have its own."""
 
     role: ClassVar[Role] = "ranges"
 
-    @abstractmethod
     def fit(self, problem: Problem) -> QuantizedWeight:
+        """The rows rounded to nearest on the ranges that were chosen, or on the format's own."""
+        return self.search(problem) if problem.fmt.free_scales else problem.nearest()
+
+    @abstractmethod
+    def search(self, problem: Problem) -> QuantizedWeight:
         """The rows rounded to nearest on the ranges that were chosen."""
+
+    def left_out(self, fmt: Format) -> str:
+        """Why ranges are not chosen; empty where they are."""
+        if fmt.free_scales:
+            return ""
+        return f"{self.name} left the ranges alone: the scales of {fmt.spell()} are not free"
 
 
 @dataclasses.dataclass(frozen=True)

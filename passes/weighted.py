@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.formats.base import Array, Format, QuantizedWeight
+from qgraph.passes.codebook import codebook, has_float_zeros
 from qgraph.passes.range_search import TILE, Loss, search, tiles
 
 if TYPE_CHECKING:
@@ -23,14 +24,14 @@ on the calibration data are not given up, since other data may use them."""
 
 
 def fit(rows: Tensor, curvature: Tensor, fmt: Format, dtype: ir.DataType) -> QuantizedWeight:
-    """Minimise Σ_k h_k (w_k − ŵ_k)² in each group, over scales and integer zero points.
+    """Minimise Σ_k h_k (w_k − ŵ_k)² in each group, over scales and zero points.
 
     Never worse than rounding to nearest, in any group. Rows are worked on in tiles.
 
     Args:
         rows: float32 `[N, K]`.
         curvature: h, float32 `[K]`, not negative: the mean squares of the inputs.
-        fmt: an integer format in groups along K.
+        fmt: a format whose groups have free scales.
         dtype: in which the scales are stored.
 
     Raises:
@@ -88,7 +89,7 @@ def _refitted(
 ) -> QuantizedWeight:
     """The weights rounded on the scales that are best for the codes they have, zeros kept.
 
-    d/ds Σ h (w − q s)² = 0 gives s = Σ h q w / Σ h q², q being code less zero point.
+    d/ds Σ h (w − q s)² = 0 gives s = Σ h q w / Σ h q², q being level less zero point.
     """
     import torch
 
@@ -98,7 +99,9 @@ def _refitted(
     if found.zeros is not None:
         zeros = _shown(found.zeros, rows)[..., None]
     weights = _grouped(rows, width)
-    steps = _grouped(_shown(found.codes, rows), width) - zeros
+    book = codebook(fmt, rows.device, float_zeros=has_float_zeros(found.zeros))
+    levels = fmt.levels[found.codes - np.int32(fmt.code_range[0])]
+    steps = _grouped(_shown(levels, rows), width) - zeros
     turned = steps * counted
     right, left = (turned * weights).sum(-1), (turned * steps).sum(-1)
     fitted = (right / torch.where(left > 0, left, 1)).cpu().numpy()
@@ -108,9 +111,9 @@ def _refitted(
     usable = np.isfinite(fitted) & (np.abs(fitted) >= np.finfo(fitted.dtype).smallest_normal)
     scales = np.where(usable & (np.sign(fitted) == np.sign(found.scales)), fitted, found.scales)
     shown = _shown(scales, rows)[..., None]
-    codes = (weights / torch.where(shown == 0, 1, shown)).round_().add_(zeros)
-    flat = codes.clamp_(*fmt.code_range).view(n, -1)[:, :k].cpu().numpy()
-    return QuantizedWeight(flat.astype(found.codes.dtype), scales, found.zeros)
+    codes = book.stored(book.nearest(weights / torch.where(shown == 0, 1, shown), zeros))
+    flat = codes.reshape(n, -1)[:, :k].astype(found.codes.dtype)
+    return QuantizedWeight(flat, scales, found.zeros)
 
 
 def _losses(rows: Tensor, found: QuantizedWeight, loss: Loss, fmt: Format) -> Array:

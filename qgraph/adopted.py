@@ -17,7 +17,16 @@ import onnx_ir as ir
 from qgraph import registry
 from qgraph.constants import open_array, release
 from qgraph.errors import InputError
-from qgraph.formats.base import GROUPS, PARTS, Array, Format, Part, QuantizedWeight, named
+from qgraph.formats.base import (
+    GROUPS,
+    PARTS,
+    Array,
+    Format,
+    Part,
+    QuantizedWeight,
+    named,
+    parse,
+)
 from qgraph.qdq_weight import SIGNED, UNSIGNED, NoGrid, QdqWeight, locate, read_all
 from qgraph.quant_tensor import Deviation, QuantSource, QuantTensor
 from qgraph.sites import Refusal, Site
@@ -30,6 +39,9 @@ EXACT_CASTS = {
     ir.DataType.BFLOAT16: ir.DataType.FLOAT,
 }
 """Casts behind a DequantizeLinear that lose nothing."""
+
+
+FP8 = {ir.DataType.FLOAT8E4M3FN: "fp8-e4m3", ir.DataType.FLOAT8E5M2: "fp8-e5m2"}
 
 
 class AdoptedSource(QuantSource):
@@ -88,6 +100,8 @@ class QdqSource(AdoptedSource):
         scales = weight.read_scales(start, stop, group).astype(self.scale_dtype.numpy(), copy=False)
         if self.factor != 1.0:
             scales = scales * scales.dtype.type(self.factor)
+        if weight.codes.dtype in FP8:
+            return QuantizedWeight(codes, scales)
         if self.format.symmetric:
             return QuantizedWeight((codes - self._offset).view(np.int8), scales)
         zeros = weight.read_zeros(start, stop, group)
@@ -226,17 +240,45 @@ def _from_dequantize_linear(site: Site, node: ir.Node) -> AdoptedSource | Refusa
         view = dataclasses.replace(view, steps=(Step("transpose", ((1, 0),)), *view.steps))
     try:
         weight = locate(codes, scales, zeros, axis, block, view)
-        group = _group(weight.span)
+        fmt = (_fp8_format if codes.dtype in FP8 else _integer_format)(weight)
     except NoGrid as error:
         return Refusal("DQ_GRANULARITY", f"{node.name}: {error.args[0]}")
-    if group is None:
+    if fmt is None:
         return Refusal("BLOCK_UNSUPPORTED", f"{node.name} has blocks of {weight.span}")
-    symmetric = _is_symmetric(codes.dtype, zeros)
-    fmt: Format = registry.load("format", f"{'int' if symmetric else 'uint'}{weight.bits}")
-    fmt = dataclasses.replace(fmt, group=group)
     assert site.dtype is not None
     source = QdqSource(weight, fmt, site.dtype, site.weight.view.factor, site.weight_name)
     return _scale_refusal(source, scales) or source
+
+
+def _integer_format(weight: QdqWeight) -> Format | None:
+    """Groups of the size that the scales have; None where we have no such groups."""
+    group = _group(weight.span)
+    if group is None:
+        return None
+    symmetric = _is_symmetric(weight.codes.dtype, weight.zeros)
+    fmt: Format = registry.load("format", f"{'int' if symmetric else 'uint'}{weight.bits}")
+    return dataclasses.replace(fmt, group=group)
+
+
+def _fp8_format(weight: QdqWeight) -> Format | None:
+    """Scales of the tensor, of rows, or of 128 × 128, spelled as blocks of rows that repeat them.
+
+    Raises:
+        NoGrid: other scales, or zero points that are not zero.
+    """
+    if weight.zeros is not None and np.any(open_array(weight.zeros).view(np.uint8)):
+        raise NoGrid("it has zero points")
+    name = FP8[weight.codes.dtype]
+    if not weight.span:
+        return parse(f"{name}:scale={'tensor' if weight.scales.size == 1 else 'row'}")
+    fmt = parse(f"{name}:scale=block")
+    if weight.span % fmt.group:
+        return None
+    scales = weight.read_scales(0, weight.n, fmt.group)
+    shared = np.repeat(scales[:: fmt.group], fmt.group, axis=0)[: weight.n]
+    if not np.array_equal(scales, shared):
+        raise NoGrid(f"it has a scale for each row and {weight.span} columns")
+    return fmt
 
 
 def _is_quantized(site: Site) -> bool:
@@ -253,7 +295,7 @@ def _type_refusal(
     codes: ir.TensorProtocol, scales: ir.TensorProtocol, site: Site
 ) -> Refusal | None:
     """Why codes or scales of these types cannot be taken over as they are."""
-    if codes.dtype not in (*SIGNED, *UNSIGNED):
+    if codes.dtype not in (*SIGNED, *UNSIGNED, *FP8):
         name = codes.dtype.name.lower()
         integer = codes.dtype.is_integer()
         code = "BITS_UNSUPPORTED" if integer else "WEIGHT_TYPE"

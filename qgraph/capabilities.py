@@ -14,6 +14,8 @@ DEQUANTIZE_LINEAR = "ai.onnx::DequantizeLinear"
 MATMUL_BNB4 = "com.microsoft::MatMulBnb4"
 MATMUL_FP8 = "com.microsoft::MatMulBlockQuantizedFp8Weight"
 MATMUL_FP4 = "com.microsoft::MatMulBlockQuantizedFp4Weight"
+OWN_LINEAR = "qgraph::Linear"
+"""The portable form, where a runtime has a kernel for it as a whole."""
 INTEGERS = ("int", "uint")
 
 

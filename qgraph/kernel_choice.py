@@ -13,6 +13,7 @@ from qgraph.capabilities import (
     MATMUL_FP4,
     MATMUL_FP8,
     MATMUL_NBITS,
+    OWN_LINEAR,
     Answer,
     Capabilities,
     Query,
@@ -113,7 +114,7 @@ def _candidates(
             yield dataclasses.replace(own, block=block, level=level, allow_slow=slow)
 
 
-_OF_LINEARS = (MATMUL_BNB4, MATMUL_FP8, MATMUL_FP4, DEQUANTIZE_LINEAR)
+_OF_LINEARS = (OWN_LINEAR, MATMUL_BNB4, MATMUL_FP8, MATMUL_FP4, DEQUANTIZE_LINEAR)
 """Ops that can stand for a linear, apart from those of integers. An embedding's DequantizeLinear
 would dequantize the whole table for a few rows."""
 

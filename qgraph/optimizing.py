@@ -23,7 +23,7 @@ from qgraph.passes.base import Context, Findings, Pass
 from qgraph.plan import UNSOLVED, Decision, QuantPlan
 from qgraph.planning import make_plan, require_known_options
 from qgraph.progress import Progress
-from qgraph.recipe import FLOAT, Recipe
+from qgraph.recipe import Recipe
 from qgraph.report import SCHEMA, Report, Step
 from qgraph.run_notes import (
     check_paths,
@@ -202,7 +202,7 @@ class Run:
     ) -> tuple[Graph, QuantPlan]:
         """The rewritten graph; sites that no kernel takes after all go back to float."""
         lowerings = list(_LOWERINGS.get(self.target, _FUSED))
-        if self.recipe.unfused != FLOAT and self.target != "qdq":
+        if self.target != "qdq":
             lowerings.append("lower_portable")
         plan = plan.refusing({k: v for k, v in self.forced.items() if plan.of(k)})
         while True:

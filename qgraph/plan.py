@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qgraph.adopted import ADOPTED
+from qgraph.capabilities import OWN_LINEAR
 from qgraph.coverage import Coverage
-from qgraph.kernel_choice import kernel_of
+from qgraph.kernel_choice import PORTABLE, kernel_of
 from qgraph.recipe import Recipe
 from qgraph.report import SCHEMA
 from qgraph.sites import PACKED, Site
@@ -130,7 +131,7 @@ class QuantPlan:
         failed = failed or {}
         decisions = []
         for item in self.decisions:
-            if item.site in kernels:
+            if item.site in kernels and not _is_own(item.kernel, kernels[item.site]):
                 item = dataclasses.replace(item, kernel=kernels[item.site])
             if item.site in failed and item.quantized:
                 reason, detail = failed[item.site]
@@ -160,3 +161,9 @@ def _owned(decisions: list[Decision]) -> Iterator[Decision]:
             continue
         heir = heirs.setdefault((item.shared_with, item.format), item.site)
         yield dataclasses.replace(item, shared_with=None if heir == item.site else heir)
+
+
+def _is_own(planned: str | None, found: str) -> bool:
+    """Whether the portable form that was found is what the target has a kernel for."""
+    name = OWN_LINEAR.partition("::")[2]
+    return found == PORTABLE and planned is not None and planned.startswith(f"{name} ")

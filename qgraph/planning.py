@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 
 from qgraph import registry
 from qgraph.adopted import ADOPTED, AdoptedSource, adopt
-from qgraph.capabilities import INTEGERS, Capabilities
+from qgraph.capabilities import Capabilities
 from qgraph.errors import InputError
 from qgraph.formats.base import Format, Layout, named, parse
 from qgraph.kernel_choice import (
@@ -159,11 +159,7 @@ class _Planner:
             return dataclasses.replace(decision, reason="EXCLUDED", detail=detail)
         fmt, solver = wanted
         fitted = self._fitted(fmt, site)
-        rounded = solver != "rtn" and fmt.numbers not in INTEGERS
-        decision = self._with_format(decision, site, fitted, "rtn" if rounded else solver)
-        if decision.quantized and rounded:
-            detail = f"{solver} knows the grids of integers only: {fmt.name} is rounded"
-            return dataclasses.replace(decision, reason="SOLVER_FELL_BACK", detail=detail)
+        decision = self._with_format(decision, site, fitted, solver)
         told = site.role == "linear" and self.recipe.group is not None
         if decision.quantized and decision.reason is None and fitted != fmt and told:
             detail = f"groups of {fitted.group}: {fmt.group} does not divide K = {site.k}"

@@ -58,6 +58,7 @@ class Fp8(LevelGroups):
 
     @property
     def _shared_rows(self) -> int:
+        """Rows that share their scales; 0 for all of a weight."""
         return {"tensor": 0, "row": 1, "block": ROWS}[self.scale]
 
     @property

@@ -30,7 +30,6 @@ from qgraph.formats.grouping import (
     group_views,
     lying_like,
     overflowing,
-    read_scales,
     tiles,
 )
 from qgraph.formats.level_functions import Order, Spelling, dequantize_function, linear_function
@@ -74,11 +73,6 @@ class LevelGroups(Format):
     def _order(self) -> Order:
         """Which elements of a block lie in the low halves of its bytes."""
         return "low"
-
-    @property
-    def _shared_rows(self) -> int:
-        """Rows that share their scales; 0 for all of a weight."""
-        return 1
 
     @property
     def _clip(self) -> float:
@@ -273,8 +267,3 @@ def float_scale_specs(n: int, nb: int, scale_dtype: ir.DataType) -> dict[Part, P
     """One float scale for each group."""
     check_scale_dtype(scale_dtype)
     return {"scales": PartSpec((n, nb), scale_dtype)}
-
-
-def unpacked_float_scales(parts: Mapping[Part, Array], n: int, nb: int) -> Array:
-    """Scales `[n, nb]` in their own type."""
-    return read_scales(parts["scales"], n, nb)

@@ -26,7 +26,7 @@ E5M2 = _by_code(ml_dtypes.float8_e5m2, 8)
 E2M1 = _by_code(ml_dtypes.float4_e2m1fn, 4)
 E8M0 = _by_code(ml_dtypes.float8_e8m0fnu, 8)
 
-E4M3_MAX, E5M2_MAX, E2M1_MAX = 448.0, 57344.0, 6.0
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
 E4M3_NORMAL = 2.0**-6
 """The smallest normal number."""
 

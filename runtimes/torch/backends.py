@@ -11,9 +11,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import linear as float_linear
+from torch.nn.functional import pad
 
 from qgraph.errors import InputError
-from qgraph.runtimes.torch import autotune, cpu_backends
+from qgraph.runtimes.torch import autotune, cpu_backends, repack
 from qgraph.runtimes.torch import dequantize as reference
 
 Zeros = Literal["symmetric", "asymmetric", "float"]
@@ -23,8 +24,13 @@ INT4PACK = "cpu int4pack"
 INT8PACK = "cpu int8pack"
 MATVEC = "triton matrix-vector"
 TILES = "triton tiles"
+FP8_TILES = "triton fp8 tiles"
 
 FP8_BLOCK = 128
+FP8_BLOCKS = "Fp8E4m3BlockV1"
+"""The layout of `linear_fp8_block`."""
+FP8_CAPABILITY = (8, 9)
+"""Of GPUs that convert FP8."""
 MATVEC_ROWS = 8
 """Rows of x that the matrix-vector kernel takes."""
 INT4PACK_ROWS = 16
@@ -157,15 +163,24 @@ def _cuda(case: Case) -> tuple[Rung, ...]:
     if case.dtype == torch.float32:
         return (matvec, Rung(None, REFERENCE, "tensor cores take no float32"))
     measured = autotune.dequantize_from(case.key)
-    tiles = "tensor cores, W dequantized in registers"
-    if case.format.startswith("Fp8"):
-        tiles += "; torch._scaled_mm would round the activations to FP8"
     source = "measured on this GPU" if measured else "an estimate, not measured on this GPU"
     first = DEQUANTIZE_FROM if measured is None else measured
     last = Rung(None, REFERENCE, f"the library's matmul is faster from M = {first} ({source})")
     if first <= MATVEC_ROWS + 1:
         return (matvec, last)
-    return (matvec, Rung(first - 1, TILES, tiles), last)
+    return (matvec, _tiles(case, first - 1), last)
+
+
+def _tiles(case: Case, up_to: int) -> Rung:
+    why = "tensor cores, W dequantized in registers"
+    if not case.format.startswith("Fp8"):
+        return Rung(up_to, TILES, why)
+    why += "; torch._scaled_mm would round the activations to FP8 as well"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        return Rung(up_to, TILES, f"{why}; this GPU converts no FP8")
+    if case.blocks > 1 and "Block" not in case.format:
+        return Rung(up_to, TILES, f"{why}; scales for blocks of {case.block} in a row")
+    return Rung(up_to, FP8_TILES, why)
 
 
 def _spell(dtype: torch.dtype) -> str:
@@ -198,10 +213,14 @@ def linear(
             return cpu_backends.int4pack(x, codes, scales, zeros, bias, kind)
         if backend == INT8PACK:
             return cpu_backends.int8pack(x, codes, scales, bias, k)
-    if backend not in (MATVEC, TILES):
+    if backend not in (MATVEC, TILES, FP8_TILES):
         raise InputError(f"no backend named {backend!r}")
-    from qgraph.runtimes.torch import triton_matvec, triton_tiles
+    from qgraph.runtimes.torch import triton_fp8, triton_matvec, triton_tiles
 
+    if backend == FP8_TILES:
+        assert isinstance(kind, reference.LevelCodes)
+        with _current(x):
+            return triton_fp8.linear(x, codes, scales, bias, k, kind)
     kernel = triton_matvec if backend == MATVEC else triton_tiles
     with _current(x):
         return kernel.linear(x, codes, scales, zeros, bias, k, kind)
@@ -228,16 +247,18 @@ def dequantize(
 
 
 def linear_fp8_block(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute y `[M, N]` of x `[M, K]`; see `ops.linear_fp8_block`."""
-    few = 0 < x.shape[0] < DEQUANTIZE_FROM and weight.shape[0] > 0
-    if x.is_cuda and x.dtype != torch.float32 and few and triton_missing() is None:
-        from qgraph.runtimes.torch import triton_fp8
+    """Compute y `[M, N]` of x `[M, K]`; see `ops.linear_fp8_block`.
 
-        with _current(x):
-            return triton_fp8.linear(x, weight, scales, bias)
+    Rows that are no whole blocks are padded once.
+    """
     n, k = weight.shape
-    steps = scales.repeat_interleave(FP8_BLOCK, 0)[:n].repeat_interleave(FP8_BLOCK, 1)[:, :k]
-    return _multiplied(x, (weight.to(torch.float32) * steps).to(x.dtype), bias)
+    blocks = -(-k // FP8_BLOCK)
+    codes = weight.view(torch.uint8)
+    if k % FP8_BLOCK:
+        padding = (0, -k % FP8_BLOCK)
+        codes = repack.cached("fp8 blocks", (weight,), lambda: pad(codes, padding))
+    codes = codes.reshape(n, blocks, FP8_BLOCK)
+    return linear(x, codes, scales, None, bias, k, FP8_BLOCKS)
 
 
 def _current(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -1,7 +1,7 @@
 """Products with packed codes on the CPU: two kernels of torch, and W dequantized by rows.
 
-Torch's kernels take integers, and are fast in bfloat16 only; in float32 and float16 they compute element by element,
-20 times slower than a matmul of floats.
+Torch's kernels take integers, and are fast in bfloat16 only; in float32 and float16 they compute
+element by element, 20 times slower than a matmul of floats.
 """
 
 from __future__ import annotations

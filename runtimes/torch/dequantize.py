@@ -17,7 +17,7 @@ from qgraph.errors import InputError
 from qgraph.runtimes.torch import levels
 from qgraph.runtimes.torch.levels import LevelCodes
 
-_INTEGER = re.compile(r"(Int|Uint)([248])V1")
+_INTEGER = re.compile(r"(?:(Int)|Uint)([248])((?(1)|(?:FloatZero)?))V1")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -45,7 +45,7 @@ Codes: TypeAlias = IntegerCodes | LevelCodes
 def integer_codes(layout: str) -> IntegerCodes | None:
     """The integer layout called `layout`, or None if it is another one."""
     found = _INTEGER.fullmatch(layout)
-    return IntegerCodes(int(found[2]), found[1] == "Int") if found else None
+    return IntegerCodes(int(found[2]), found[1] is not None) if found else None
 
 
 def codes_of(layout: str) -> Codes | None:
@@ -193,4 +193,8 @@ def check_zeros(zeros: Tensor | None, kind: IntegerCodes, layout: str) -> None:
     if not kind.symmetric and zeros is None:
         raise InputError(
             f"{layout} needs zero points, found none: give them, or use Int{kind.bits}V1"
+        )
+    if zeros is not None and zeros.dtype == torch.uint8 and "FloatZero" in layout:
+        raise InputError(
+            f"{layout} has float zero points, found uint8: use Uint{kind.bits}V1 for packed ones"
         )

@@ -90,13 +90,12 @@ def code_arguments(
         constants |= {"STEPS": STEPS["float"], "SHARED": 1}
     else:
         table = levels.levels(kind.layout, codes.device)
-        steps, third = kind.steps, zeros
-        if kind.third == "nested" or kind.steps == "table":
+        steps = kind.steps
+        if kind.third == "nested" or steps == "table":
             parts = (scales, zeros)
             scales = repack.cached("steps", parts, lambda: levels.all_steps(kind, *parts))
             steps, zeros = "float", None
-        tensor = zeros is not None
-        constants |= {"ZEROS": int(tensor), "NUMBERS": NUMBERS[kind.numbers]}
+        constants |= {"ZEROS": int(zeros is not None), "NUMBERS": NUMBERS[kind.numbers]}
         constants |= {"ORDER": ORDERS[kind.order], "STEPS": STEPS[steps]}
         constants |= {"SHARED": kind.shared_rows}
     arguments = {
@@ -173,7 +172,9 @@ def load_scales(
 
 
 @triton.jit
-def level(codes: tl.tensor, table: tl.tensor, BITS: tl.constexpr, NUMBERS: tl.constexpr):
+def level(
+    codes: tl.tensor, table: tl.tensor, BITS: tl.constexpr, NUMBERS: tl.constexpr
+) -> tl.tensor:
     """float32 levels of the codes in the lowest bits of int32, the others may hold anything."""
     if NUMBERS == 2:
         bits = ((codes & 7) << 22) | ((codes & 8) << 28)

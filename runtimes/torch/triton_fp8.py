@@ -1,8 +1,9 @@
-"""FP8 weights in blocks of 128 × 128 with one scale each, activations of 16 or 32 bits.
+"""Tiles of FP8 weights with a scale for the tensor, a row or 128 × 128, x of 16 bits.
 
 A step of K lies within one block, so its scale is one number, and it multiplies the sums and not
-the weights: E4M3 codes are exact in float16 and bfloat16, and nothing is rounded before the sum.
-The tile is that of `triton_tiles`; few rows take its narrowest one, which the bytes of W bound.
+the weights, as scales of rows do at the end: FP8 codes are exact in float16 and bfloat16, and
+nothing is rounded before the sum. The conversion is the hardware's; what has none, and scales for
+shorter blocks, take `triton_tiles`.
 """
 
 from __future__ import annotations
@@ -16,22 +17,27 @@ from torch import Tensor
 
 from qgraph.runtimes.torch import autotune
 from qgraph.runtimes.torch.autotune import Config
+from qgraph.runtimes.torch.levels import LevelCodes
 from qgraph.runtimes.torch.triton_decode import INTERPRETED, rounded
 from qgraph.runtimes.torch.triton_reduce import partials, reduce_splits
 from qgraph.runtimes.torch.triton_tiles import multiply
 
+TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
 
 @triton.jit
-def fp8_block_kernel(
+def fp8_kernel(
     x: tl.tensor,
-    weight: tl.tensor,
+    codes: tl.tensor,
     scales: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
     m: tl.tensor,
     n: tl.tensor,
     k: tl.tensor,
+    stride: tl.tensor,
     splits: tl.tensor,
+    SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -39,14 +45,16 @@ def fp8_block_kernel(
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
-    """out: y `[m, n]` if splits is 1, else float32 `[splits, m, n]`."""
+    """out: y `[m, n]` if splits is 1, else float32 `[splits, m, n]`.
+
+    codes: of an FP8 type, `stride` from row to row; SHARED: rows that share scales, 0 for all.
+    """
     split = tl.program_id(1)
     m_tiles = tl.cdiv(m, BLOCK_M)
     row = tl.program_id(0) % m_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(0) // m_tiles * BLOCK_N
     rows = first + tl.arange(0, BLOCK_N)
     live = rows < n
-    scale_row = scales + first // 128 * tl.cdiv(k, 128)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(split * BLOCK_W, k, splits * BLOCK_W, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK_W)
@@ -57,13 +65,20 @@ def fp8_block_kernel(
             other=0,
         )
         w = tl.load(
-            weight + rows[:, None] * k + column[None, :],
+            codes + rows[:, None].to(tl.int64) * stride + column[None, :],
             mask=live[:, None] & inside[None, :],
             other=0.0,
-        )
-        none = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        product = multiply(w.to(x.dtype.element_ty), x_t, none, INTERPRETED)
-        acc += product * tl.load(scale_row + start // 128)
+        ).to(x.dtype.element_ty)
+        if SHARED == 128:
+            step = tl.load(scales + first // 128 * tl.cdiv(k, 128) + start // 128)
+            none = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            acc += multiply(w, x_t, none, INTERPRETED) * step.to(tl.float32)
+        else:
+            acc = multiply(w, x_t, acc, INTERPRETED)
+    if SHARED == 1:
+        acc *= tl.load(scales + rows, mask=live, other=0).to(tl.float32)[:, None]
+    elif SHARED == 0:
+        acc *= tl.load(scales).to(tl.float32)
     if HAS_BIAS:
         acc += tl.load(bias + rows, mask=live, other=0).to(tl.float32)[:, None]
     where = (split * m + row)[:, None] * n + rows[None, :]
@@ -85,29 +100,38 @@ def configs(m: int, n: int, k: int) -> tuple[Config, ...]:
 
 
 def linear(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, config: Config | None = None
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    k: int,
+    kind: LevelCodes,
+    config: Config | None = None,
 ) -> Tensor:
-    """Compute y `[M, N]` of x `[M, K]`; see `ops.linear_fp8_block`.
+    """Compute y `[M, N]` of x `[M, k]`; see `ops.linear`. `config` None is tuned on a device.
 
-    config: None is tuned on a device.
+    codes: u8 `[N, nb, bytes]`, E4M3 or E5M2; nb is 1 unless rows share scales by 128.
     """
-    m, (n, k) = x.shape[0], weight.shape
-    x, weight, scales = x.contiguous(), weight.contiguous(), scales.contiguous()
+    m, n = x.shape[0], codes.shape[0]
+    x, scales = x.contiguous(), scales.contiguous()
+    flat = codes.reshape(n, -1).view(TYPES[kind.numbers])
 
     def run(config: Config) -> Tensor:
         y = torch.empty(m, n, dtype=x.dtype, device=x.device)
         out = y if config.splits == 1 else partials(config.splits, y)
         tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-        fp8_block_kernel[(tiles, config.splits)](
+        fp8_kernel[(tiles, config.splits)](
             x,
-            weight,
+            flat,
             scales,
             x if bias is None else bias,
             out,
             m,
             n,
             k,
+            flat.shape[1],
             config.splits,
+            SHARED=kind.shared_rows,
             HAS_BIAS=bias is not None and config.splits == 1,
             BLOCK_M=config.block_m,
             INTERPRETED=INTERPRETED,
@@ -117,6 +141,6 @@ def linear(
 
     if config is None:
         rows = triton.next_power_of_2(m)
-        key = ("fp8 block", x.dtype, rows, n, k)
+        key = ("fp8 tiles", x.dtype, rows, n, k, kind.numbers, kind.shared_rows)
         config = autotune.best(key, configs(rows, n, k), run)
     return run(config)

@@ -1,11 +1,12 @@
 """Matrix-vector products of decoding: y `[M, N]` for few rows M, bound by the bytes of W.
 
 Each program makes BLOCK_N outputs, its lanes along K: an activation that was loaded serves
-BLOCK_N rows of W, and the loads of one row are contiguous. Codes are read where they lie in their
-half word, as 2^23 + q·2^place, the power taken back on the activation (exactly), so a weight
-costs three instructions: and-or, subtract, multiply-add. Zero points act on sums of activations,
-once a word; levels of other formats are made whole. Accumulation is float32. Where N alone does not fill the device, K is split; the parts
-are added in a fixed order by a second kernel: the result is deterministic.
+BLOCK_N rows of W, and the loads of one row are contiguous. Integers are read where they lie in
+their half word, as 2^23 + q·2^place, the power taken back on the activation (exactly), so a
+weight costs three instructions: and-or, subtract, multiply-add. Zero points act on sums of
+activations, once a word. Levels of other formats cost what `triton_decode.level` does. Scales
+multiply the sum over a word. Accumulation is float32. Where N alone does not fill the device, K
+is split; the parts are added in a fixed order by a second kernel: the result is deterministic.
 """
 
 from __future__ import annotations
@@ -150,10 +151,8 @@ def matvec_kernel(
         sums = (empty,) * ROWS
         totals = (tl.zeros([BLOCK_W], tl.float32),) * ROWS
         for pair in tl.static_range(pairs):
-            first: tl.constexpr = first_code(pair, ORDER)
-            second: tl.constexpr = second_code(pair, ORDER)
-            low = field(packed, points, table, first, BITS, ZEROS, NUMBERS)
-            high = field(packed, points, table, second, BITS, ZEROS, NUMBERS)
+            low = field(packed, points, table, first_code(pair, ORDER), BITS, ZEROS, NUMBERS)
+            high = field(packed, points, table, second_code(pair, ORDER), BITS, ZEROS, NUMBERS)
             if ORDER == 2:
                 x_at = at // 4 * 16 + at % 4 * 2 + pair // 2 * 8 + pair % 2
             else:

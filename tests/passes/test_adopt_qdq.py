@@ -288,7 +288,7 @@ def test_inside_a_body(bench: Any, rng: Any) -> None:
             "w = DequantizeLinear<axis = 1>(q, s) y = MatMul(x, w)",
             "int16", (N,), "BITS_UNSUPPORTED",
         ),
-        ("w = DequantizeLinear<axis = 1>(q, s) y = MatMul(x, w)", "fp8", (N,), "WEIGHT_TYPE"),
+        ("w = DequantizeLinear<axis = 1>(q, s) y = MatMul(x, w)", "fnuz", (N,), "WEIGHT_TYPE"),
         (
             "d = Exp(s) w = DequantizeLinear<axis = 1>(q, d) y = MatMul(x, w)",
             "int8", (N,), "WEIGHT_NOT_CONSTANT",
@@ -296,7 +296,7 @@ def test_inside_a_body(bench: Any, rng: Any) -> None:
     ],
 )  # fmt: skip
 def test_refusals(bench: Any, rng: Any, body: str, codes: str, grid: Any, code: str) -> None:
-    other = {"int16": np.int16, "fp8": ml_dtypes.float8_e4m3fn}
+    other = {"int16": np.int16, "fnuz": ml_dtypes.float8_e4m3fnuz}
     if codes in other:
         array = rng.integers(-8, 8, (K, N)).astype(other[codes])
     else:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from qgraph.formats.base import Format, parse
+from qgraph.runtimes.torch import dequantize as reference
 from qgraph.runtimes.torch import (
     triton_decode,
     triton_dequantize,
@@ -20,7 +22,19 @@ from qgraph.runtimes.torch import (
     triton_tiles,
 )
 from qgraph.runtimes.torch.autotune import Config
-from tests.runtimes.torch.weights import BITS, DTYPES, GROUPS, ZEROS, Weight, error, weight
+from qgraph.runtimes.torch.levels import LevelCodes
+from tests.runtimes.torch.weights import (
+    BITS,
+    DTYPES,
+    GROUPS,
+    LEVELS,
+    ZEROS,
+    Packed,
+    Weight,
+    error,
+    packed,
+    weight,
+)
 
 CASES = list(itertools.product(BITS, GROUPS, ZEROS, DTYPES))
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}
@@ -91,17 +105,74 @@ def test_matrix_vector_of_many_rows(m: int) -> None:
     assert error(y, x, w.floats()) < TOLERANCE[torch.float16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+LEVEL_SHAPES = ((5, 150), (19, 140), (3, 33))
+
+
+def level_case(index: int, n_and_k: int, every_code: bool = False) -> Packed:
+    """A weight; scales for blocks of 128 rows get more than one of these."""
+    n, k = LEVEL_SHAPES[n_and_k]
+    many = n + 112 if LEVELS[index].row_step(k) == 128 and n_and_k == 1 else n
+    return packed(LEVELS[index], many, k, index, every_code)
+
+
+@pytest.mark.parametrize("index", range(len(LEVELS)), ids=lambda i: LEVELS[i].spell())
+@pytest.mark.parametrize("n_and_k", range(len(LEVEL_SHAPES)))
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, of NaN
+def test_dequantization_of_levels_is_exact(index: int, n_and_k: int) -> None:
+    w = level_case(index, n_and_k, every_code=n_and_k < 2)
+    dtype = DTYPES[(index + n_and_k) % 3]
+    found = triton_dequantize.dequantize(*w.parts, w.k, w.kind, dtype)
+    wanted = reference.dequantize(*w.parts, w.k, w.layout, dtype)
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+    assert torch.equal(found.isnan(), wanted.isnan())
+
+
+@pytest.mark.parametrize("index", range(len(LEVELS)), ids=lambda i: LEVELS[i].spell())
+@pytest.mark.parametrize("n_and_k", range(len(LEVEL_SHAPES)))
+def test_matrix_vector_of_levels(index: int, n_and_k: int) -> None:
+    w, dtype = level_case(index, n_and_k), DTYPES[(index + n_and_k) % 3]
+    splits, m = 1 + n_and_k % 2, 2 if n_and_k == 0 else 1
+    config = Config(16, 4 * w.kind.bits, splits, warps=1, stages=1)
+    x, bias = activations(m, w.k, dtype), activations(1, len(w.codes), dtype)[0]
+    y = triton_matvec.linear(x, *w.parts, bias, w.k, w.kind, config)
+    assert y.dtype == dtype
+    assert error(y, x, w.floats, bias) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("index", range(len(LEVELS)), ids=lambda i: LEVELS[i].spell())
+@pytest.mark.parametrize("n_and_k", range(len(LEVEL_SHAPES)))
+def test_tiles_of_levels(index: int, n_and_k: int) -> None:
+    w, dtype = level_case(index, n_and_k), DTYPES[(index + n_and_k) % 3]
+    config = Config(32, 4 * w.kind.bits, 1 + n_and_k % 2, warps=1, stages=1, block_m=16)
+    x, bias = activations(7, w.k, dtype), activations(1, len(w.codes), dtype)[0]
+    y = triton_tiles.linear(x, *w.parts, bias, w.k, w.kind, config)
+    assert y.dtype == dtype
+    assert error(y, x, w.floats.to(dtype), bias) < TOLERANCE[dtype]
+
+
+FP8 = [fmt for fmt in LEVELS if fmt.name.startswith("fp8")]
+
+
+@pytest.mark.parametrize("fmt", FP8, ids=lambda fmt: fmt.spell())
 @pytest.mark.parametrize("n,k,m", [(150, 200, 5), (130, 128, 17)])
 @pytest.mark.parametrize("splits,block_k", [(1, 128), (2, 64)])
-def test_fp8_blocks(dtype: torch.dtype, n: int, k: int, m: int, splits: int, block_k: int) -> None:
-    random = torch.Generator().manual_seed(n)
-    codes = torch.randint(0, 256, (n, k), generator=random, dtype=torch.uint8)
-    codes[codes & 0x7F == 0x7F] = 0  # not a number
-    fp8 = codes.view(torch.float8_e4m3fn)
-    scales = torch.rand(-(-n // 128), -(-k // 128), generator=random)
-    wide = scales.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
-    x, bias = activations(m, k, dtype), torch.randn(n, generator=random).to(dtype)
+def test_fp8_tiles(fmt: Format, n: int, k: int, m: int, splits: int, block_k: int) -> None:
+    w, dtype = packed(fmt, n, k, n), DTYPES[(splits + k) % 3]
+    x, bias = activations(m, k, dtype), activations(1, n, dtype)[0]
     config = Config(64, block_k, splits, warps=4, stages=1, block_m=16)
-    y = triton_fp8.linear(x, fp8, scales, bias, config)
-    assert error(y, x, fp8.double() * wide, bias) < TOLERANCE[dtype]
+    assert isinstance(w.kind, LevelCodes)
+    y = triton_fp8.linear(x, w.codes, w.scales, bias, k, w.kind, config)
+    assert error(y, x, w.floats, bias) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("exponent", [-127, -126, 0, 125])
+def test_scales_of_powers_of_two(exponent: int) -> None:
+    """The least one is subnormal."""
+    w = packed(parse("mxfp4"), 2, 64)
+    w.scales.fill_(exponent + 127)
+    found = triton_dequantize.dequantize(*w.parts, 64, w.kind, torch.float32)
+    assert torch.equal(found, reference.dequantize(*w.parts, 64, w.layout))
+    assert found.abs().max() == 6 * 2.0**exponent
+    w.scales.fill_(255)
+    found = triton_dequantize.dequantize(*w.parts, 64, w.kind, torch.float32)
+    assert found.isnan().all()

@@ -29,10 +29,20 @@ def test_kernels_in_the_interpreter() -> None:
     assert " passed" in done.stdout
 
 
-CODES = {"codes": "*i32", "scales": "*fp16", "zeros": "*u8"}
+CODES = {"codes": "*i32", "scales": "*fp16", "zeros": "*u8", "table": "*fp16"}
+LEVELS = {**CODES, "table": "*fp32"}
+BYTES = {**LEVELS, "scales": "*u8", "zeros": "*fp32"}
 BF16 = {"x": "*bf16", "bias": "*bf16", "out": "*bf16"}
 FP32 = {"x": "*fp32", "bias": "*fp32", "out": "*fp32"}
-LAYOUT = {"BITS": 4, "WORDS_IN_BLOCK": 16, "ZEROS": 1, "INTERPRETED": False}
+LAYOUT = {
+    "BITS": 4, "WORDS_IN_BLOCK": 16, "ZEROS": 1, "NUMBERS": 0, "ORDER": 0, "STEPS": 0, "SHARED": 1,
+    "INTERPRETED": False,
+}  # fmt: skip
+NF4 = {"ZEROS": 0, "WORDS_IN_BLOCK": 8, "NUMBERS": 1, "ORDER": 1}
+MXFP4 = {"ZEROS": 0, "WORDS_IN_BLOCK": 4, "NUMBERS": 2, "STEPS": 1}
+NVFP4 = {"ZEROS": 1, "WORDS_IN_BLOCK": 2, "NUMBERS": 2, "STEPS": 2}
+MXFP8 = {**MXFP4, "BITS": 8, "WORDS_IN_BLOCK": 8, "NUMBERS": 4}
+FP8 = {"BITS": 8, "ZEROS": 0, "WORDS_IN_BLOCK": 1024, "NUMBERS": 3}
 LAUNCH = {"HAS_BIAS": True, "STAGES": 3, "INTERPRETED": False}
 MATVEC = {**LAYOUT, **LAUNCH, "X16": True, "BFLOAT": True, "ROWS": 1, "BLOCK_N": 8, "BLOCK_W": 128}
 TILES = {**LAYOUT, **LAUNCH, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_W": 8}
@@ -62,10 +72,82 @@ KERNELS: dict[str, tuple[str, dict[str, str], dict[str, Any], tuple[str, ...]]] 
         {**TILES, "BITS": 8, "ZEROS": 2, "BLOCK_M": 128, "BLOCK_W": 16},
         ("wgmma.mma_async",),
     ),
-    "fp8": (
-        "triton_fp8.fp8_block_kernel",
-        {**BF16, "weight": "*fp8e4nv", "scales": "*fp32"},
-        {**LAUNCH, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_W": 128},
+    "decoding nf4": (
+        "triton_matvec.matvec_kernel",
+        {**LEVELS, **BF16, "x": "*i32"},
+        {**MATVEC, **NF4},
+        ("fma.rn.f32", "cp.async.cg.shared.global"),
+    ),
+    "decoding mxfp4 in halves, 2 rows": (
+        "triton_matvec.matvec_kernel",
+        {**BYTES, **BF16, "x": "*i32"},
+        {**MATVEC, **MXFP4, "ORDER": 2, "ROWS": 2},
+        ("fma.rn.f32",),
+    ),
+    "decoding nvfp4": (
+        "triton_matvec.matvec_kernel",
+        {**BYTES, **BF16, "x": "*i32"},
+        {**MATVEC, **NVFP4},
+        ("fma.rn.f32",),
+    ),
+    "decoding mxfp8 in float32": (
+        "triton_matvec.matvec_kernel",
+        {**BYTES, **FP32},
+        {**MATVEC, **MXFP8, "X16": False, "BFLOAT": False},
+        ("fma.rn.f32",),
+    ),
+    "decoding fp8, a scale for a row": (
+        "triton_matvec.matvec_kernel",
+        {**LEVELS, **BF16, "x": "*i32"},
+        {**MATVEC, **FP8},
+        ("fma.rn.f32",),
+    ),
+    "decoding fp8, a scale for a block": (
+        "triton_matvec.matvec_kernel",
+        {**LEVELS, **BF16, "x": "*i32"},
+        {**MATVEC, **FP8, "WORDS_IN_BLOCK": 32, "SHARED": 128},
+        ("fma.rn.f32",),
+    ),
+    "tiles of nf4": (
+        "triton_tiles.tiles_kernel",
+        {**LEVELS, **BF16},
+        {**TILES, **NF4},
+        ("wgmma.mma_async",),
+    ),
+    "tiles of mxfp4 in halves": (
+        "triton_tiles.tiles_kernel",
+        {**BYTES, **BF16},
+        {**TILES, **MXFP4, "ORDER": 2},
+        ("wgmma.mma_async",),
+    ),
+    "tiles of nvfp4": (
+        "triton_tiles.tiles_kernel",
+        {**BYTES, **BF16},
+        {**TILES, **NVFP4},
+        ("wgmma.mma_async",),
+    ),
+    "tiles of fp8, a scale for all": (
+        "triton_tiles.tiles_kernel",
+        {**LEVELS, **BF16},
+        {**TILES, **FP8, "SHARED": 0, "BLOCK_W": 16},
+        ("wgmma.mma_async",),
+    ),
+    "dequantize e5m2": (
+        "triton_dequantize.dequantize_kernel",
+        {**BYTES, "out": "*bf16"},
+        {**LAYOUT, **MXFP8, "BLOCK_N": 8, "BLOCK_W": 64},
+        ("st.global",),
+    ),
+    "fp8 tiles": (
+        "triton_fp8.fp8_kernel",
+        {**BF16, "codes": "*fp8e4nv", "scales": "*fp32"},
+        {**LAUNCH, "SHARED": 128, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_W": 128},
+        ("wgmma.mma_async",),
+    ),
+    "fp8 tiles, e5m2 with a scale for a row": (
+        "triton_fp8.fp8_kernel",
+        {**BF16, "codes": "*fp8e5", "scales": "*fp32"},
+        {**LAUNCH, "SHARED": 1, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_W": 128},
         ("wgmma.mma_async",),
     ),
     "dequantize": (
@@ -114,6 +196,7 @@ def test_kernels_compile_for_hopper(
     )
     for instruction in instructions:
         assert instruction in compiled.asm["ptx"]
+    assert ".ftz" not in compiled.asm["ptx"]  # small floats are decoded by way of subnormals
     assert len(compiled.asm["cubin"]) > 1000
 
 
