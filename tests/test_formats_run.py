@@ -76,6 +76,14 @@ def assert_near(found: Array, wanted: Array, kernel: str, half: bool = False) ->
 
 
 @every
+@pytest.mark.parametrize("k", [K, 200])
+def test_in_torch(fmt: Format, k: int, tmp_path: Path) -> None:
+    decision, found, wanted = optimized(tmp_path, fmt, k, target="torch-cpu")
+    assert decision.quantized and decision.kernel != "portable"
+    assert_near(found, wanted, decision.kernel)
+
+
+@every
 def test_kernel_and_numbers(fmt: Format, tmp_path: Path) -> None:
     decision, found, wanted = optimized(tmp_path, fmt)
     assert decision.quantized

@@ -3,31 +3,55 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
-from qgraph.capabilities import GATHER_BLOCK_QUANTIZED, MATMUL_NBITS, KernelRule, Origin, Query
+from qgraph import registry
+from qgraph.capabilities import (
+    GATHER_BLOCK_QUANTIZED,
+    INTEGERS,
+    MATMUL_NBITS,
+    OWN_LINEAR,
+    KernelRule,
+    Origin,
+    Query,
+)
+from qgraph.formats.base import variants
 
 BLOCKS = (16, 32, 64, 128, 256)
 _FLOATS = ("float32", "float16", "bfloat16")
 _BITS = (2, 4, 8)
+_FLOAT_ZEROS = "uint-float"
 
 
 def rules(device: str, available: bool) -> tuple[KernelRule, ...]:
     """The kernels on `device` ("cpu" or "cuda"); predicted where it is not `available`.
 
-    The ops are those of ONNX Runtime: one file runs on both. Activations stay floats, which is
-    accuracy level 0.
+    Integers have the ops of ONNX Runtime: one file runs on both. Other formats have their own
+    function, whose call torch takes as a whole, and any ONNX runtime as written. Activations stay
+    floats, which is accuracy level 0.
     """
     provider = f"torch {device}"
     origin: Origin = "installed" if available else "predicted"
     ladder = _Ladder(device) if available else None
     return (
         KernelRule(
-            MATMUL_NBITS, provider, _FLOATS, _BITS, BLOCKS, origin=origin, by_rows=ladder
+            MATMUL_NBITS, provider, _FLOATS, _BITS, BLOCKS, numbers=(*INTEGERS, _FLOAT_ZEROS),
+            origin=origin, by_rows=ladder,
         ),
-        KernelRule(
-            GATHER_BLOCK_QUANTIZED, provider, _FLOATS, _BITS, BLOCKS, origin=origin
-        ),
+        KernelRule(GATHER_BLOCK_QUANTIZED, provider, _FLOATS, _BITS, BLOCKS, origin=origin),
+        KernelRule(OWN_LINEAR, provider, _FLOATS, _BITS, numbers=_others(), origin=origin),
     )  # fmt: skip
+
+
+@functools.cache
+def _others() -> tuple[str, ...]:
+    """The kinds of number that are no integers, of all formats."""
+    found = [
+        fmt.numbers
+        for name in registry.names("format")
+        for fmt in variants(registry.load("format", name))
+    ]
+    return tuple(dict.fromkeys(each for each in found if each not in (*INTEGERS, _FLOAT_ZEROS)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +72,11 @@ class _Ladder:
             f"{kind}{query.bits}V1",
             query.bits,
             query.block or query.k,
-            "symmetric" if query.symmetric else "asymmetric",
+            "float" if query.numbers == _FLOAT_ZEROS
+            else "symmetric" if query.symmetric else "asymmetric",
             query.n,
             query.k,
-        )
+        )  # fmt: skip
         rungs = ladder(case)
         words = [
             rung.backend if rung.up_to is None else f"M ≤ {rung.up_to}: {rung.backend}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import qgraph.runtimes.torch.ops  # noqa: F401  (registers them)
 from qgraph.errors import InputError
@@ -76,6 +77,101 @@ def gather_block_quantized(
     width = scales.shape[1] * block_size
     return torch.ops.qgraph.embedding(
         from_front(ids, table.shape[0]), codes, scales, zeros, width, _name(bits, zeros)
+    )
+
+
+_BNB4 = ("Fp4V1", "Nf4V1")
+"""By MatMulBnb4's quant_type."""
+_E4M3_MAX = 448.0
+
+
+@op("MatMulBnb4", domain="com.microsoft")
+def matmul_bnb4(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    K: int,
+    N: int,
+    block_size: int,
+    quant_type: int,
+    training_mode: int = 0,
+    transB: int = 1,
+) -> Tensor:
+    """X · Wᵀ, or X · W without transB, with the levels of `[N, K]` in blocks of all that follow.
+
+    Blocks that end within a row are dequantized before they are multiplied. training_mode is a
+    hint that changes no number.
+
+    Raises:
+        InputError: a quant_type that ONNX Runtime does not define.
+    """
+    if quant_type not in (0, 1):
+        raise InputError(f"MatMulBnb4: quant_type {quant_type}, wanted 0 (FP4) or 1 (NF4)")
+    layout, blob = _BNB4[quant_type], codes.reshape(-1)
+    if K % block_size == 0 and transB:
+        blocks = blob.reshape(N, K // block_size, block_size // 2)
+        return torch.ops.qgraph.linear(x, blocks, scales.reshape(N, -1), None, None, K, layout)
+    count = -(-N * K // block_size)
+    whole = pad(blob, (0, count * block_size // 2 - blob.shape[0]))
+    row = whole.reshape(1, count, block_size // 2)
+    flat = torch.ops.qgraph.dequantize(row, scales.reshape(1, -1), None, N * K, layout)
+    w = flat.reshape(N, K).to(x.dtype)
+    return x @ (w.t() if transB else w)
+
+
+@op("MatMulBlockQuantizedFp8Weight", domain="com.microsoft")
+def matmul_fp8(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    block_size: int = 128,
+) -> Tensor:
+    """X · Wᵀ + bias, W in E4M3 `[N, K]` with a scale for block_size columns of a row.
+
+    X is rounded to x_scale times E4M3 first, saturating, where there is an x_scale.
+
+    Raises:
+        InputError: the weight is not E4M3, as after `module.to(dtype)`.
+    """
+    if weight.dtype != torch.float8_e4m3fn:
+        raise InputError(
+            f"MatMulBlockQuantizedFp8Weight: weight of {weight.dtype}, wanted float8_e4m3fn: "
+            "do not cast the module"
+        )
+    if x_scale is not None:
+        steps = (x.float() / x_scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+        x = (steps.float() * x_scale).to(x.dtype)
+    n, k = weight.shape
+    blocks = -(-k // block_size)
+    codes = pad(weight.view(torch.uint8), (0, blocks * block_size - k))
+    codes = codes.reshape(n, blocks, block_size)
+    return torch.ops.qgraph.linear(x, codes, scales, None, bias, k, "Fp8E4m3V1")
+
+
+@op("MatMulBlockQuantizedFp4Weight", domain="com.microsoft")
+def matmul_fp4(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    tensor_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    block_size: int = 16,
+) -> Tensor:
+    """X · Wᵀ + bias, W in E2M1 `[N, K/2]`, scales E4M3 for block_size columns and one for all.
+
+    x_scale changes no number, as the operator says.
+    """
+    n, nbytes = codes.shape
+    blocks = scales.shape[1]
+    wide = pad(codes, (0, blocks * block_size // 2 - nbytes)).reshape(n, blocks, -1)
+    return torch.ops.qgraph.linear(
+        x, wide, scales, tensor_scale.reshape(1), bias, 2 * nbytes, "Nvfp4V1"
     )
 
 

@@ -1,0 +1,101 @@
+"""ONNX Runtime's products with packed weights, in the torch executor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+from qgraph.errors import InputError
+from qgraph.formats.base import Layout, parse
+from tests.runtimes.torch.one_node import (
+    MICROSOFT,
+    Case,
+    f32,
+    module_of,
+    run_onnxruntime,
+    same,
+    to_torch,
+    u8,
+)
+from tests.runtimes.torch.weights import error
+
+
+def run(case: Case) -> torch.Tensor:
+    found: torch.Tensor = module_of(case.model())(*[to_torch(x) for x in case.feeds().values()])[0]
+    return found
+
+
+@pytest.mark.parametrize("quant_type", [0, 1])
+@pytest.mark.parametrize("trans", [0, 1])
+@pytest.mark.parametrize("n,k", [(6, 64), (5, 40), (3, 33)])
+def test_matmul_bnb4_equals_onnxruntime(quant_type: int, trans: int, n: int, k: int) -> None:
+    """Where blocks of 32 divide rows, where they span them, and where half a byte is left."""
+    columns = k if trans else n
+    inputs = f32(2, 3, columns), u8((n * k + 1) // 2), abs(f32(-(-n * k // 32)))
+    attributes = {"K": k, "N": n, "block_size": 32, "quant_type": quant_type, "transB": trans}
+    case = Case("MatMulBnb4", inputs, attributes, MICROSOFT)
+    same(run(case), run_onnxruntime(case.model(), case.feeds())[0])
+
+
+def test_matmul_bnb4_of_another_type_is_refused() -> None:
+    attributes = {"K": 64, "N": 2, "block_size": 32, "quant_type": 2}
+    with pytest.raises(InputError, match="quant_type 2, wanted 0"):
+        run(Case("MatMulBnb4", (f32(1, 64), u8(64), f32(4)), attributes, MICROSOFT))
+
+
+FP8 = "MatMulBlockQuantizedFp8Weight"
+
+
+def fp8(n: int, k: int) -> tuple[Any, Any, torch.Tensor]:
+    """E4M3 codes, scales for blocks of 128 in each row, and the weight that they are."""
+    codes = f32(n, k).astype(ml_dtypes.float8_e4m3fn)
+    scales = abs(f32(n, -(-k // 128), seed=1)) + np.float32(0.1)
+    w = codes.astype(np.float32) * np.repeat(scales, 128, axis=1)[:, :k]
+    return codes, scales, torch.from_numpy(w)
+
+
+@pytest.mark.parametrize("n,k", [(6, 256), (5, 200)])
+def test_fp8_weights(n: int, k: int) -> None:
+    codes, scales, w = fp8(n, k)
+    x, bias = f32(2, 3, k).astype(np.float16), f32(n).astype(np.float16)
+    y = run(Case(FP8, (x, codes, scales, None, bias), {}, MICROSOFT))
+    assert (y.dtype, y.shape) == (torch.float16, (2, 3, n))
+    wanted = torch.from_numpy(x).flatten(0, 1)
+    assert error(y.flatten(0, 1), wanted, w, torch.from_numpy(bias)) < 6e-4
+
+
+def test_fp8_weights_and_activations() -> None:
+    codes, scales, w = fp8(6, 128)
+    x = f32(3, 128).astype(np.float16) * np.float16(8)
+    x_scale = np.array([0.01], np.float32)  # 448 of them are 4.48: some saturate
+    y = run(Case(FP8, (x, codes, scales, x_scale), {}, MICROSOFT))
+    steps = np.clip(x.astype(np.float32) / x_scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    rounded = torch.from_numpy((steps.astype(np.float32) * x_scale).astype(np.float16))
+    assert float(rounded.abs().max()) == pytest.approx(4.48, rel=1e-3)
+    assert error(y, rounded, w) < 6e-4
+
+
+def test_cast_fp8_weights_are_refused() -> None:
+    codes, scales, _ = fp8(6, 128)
+    x = f32(3, 128).astype(np.float16)
+    module = module_of(Case(FP8, (x, codes, scales), {}, MICROSOFT).model())
+    with pytest.raises(InputError, match=r"weight of torch\.float16, wanted float8_e4m3fn"):
+        module(torch.from_numpy(x), to_torch(codes).half(), torch.from_numpy(scales))
+
+
+def test_nvfp4_weights() -> None:
+    fmt = parse("nvfp4")
+    rows = f32(10, 96)
+    quantized = fmt.fitted_to(rows).quantize(rows, ir.DataType.FLOAT)
+    parts = fmt.pack(quantized, Layout("own"))
+    x, bias = f32(4, 96).astype(np.float16), f32(10).astype(np.float16)
+    op = "MatMulBlockQuantizedFp4Weight"
+    inputs = (x, parts["codes"], parts["scales"], parts["tensor"], None, bias)
+    y = run(Case(op, inputs, {}, MICROSOFT))
+    w = torch.from_numpy(fmt.dequantize(quantized))
+    assert error(y, torch.from_numpy(x), w, torch.from_numpy(bias)) < 6e-4
