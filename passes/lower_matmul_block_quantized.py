@@ -75,9 +75,9 @@ def _fused(
     assert site.dequantizer is not None
     source = source_of(site.dequantizer)
 
-    def fuse(activation: ir.Value, bias: ir.Value | None) -> ir.Node:
+    def fuse(activation: ir.Value, bias: ir.Value | None) -> list[ir.Node]:
         packed = parts.get(source, layout_of(source.format, query))
-        return rewriter.node(
+        node = rewriter.node(
             op_type,
             [activation, *packed.values(), None, bias],
             name=f"{site.name}/fused",
@@ -85,5 +85,6 @@ def _fused(
             attributes={"block_size": SCALED_TOGETHER[query.op]},
             dtype=site.dtype,
         )
+        return [node]
 
     return around(site, rewriter, fuse)

@@ -66,9 +66,9 @@ def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> 
     assert site.dequantizer is not None
     source = source_of(site.dequantizer)
 
-    def fuse(activation: ir.Value, bias: ir.Value | None) -> ir.Node:
+    def fuse(activation: ir.Value, bias: ir.Value | None) -> list[ir.Node]:
         packed = parts.get(source, layout_of(source.format, query))
-        return rewriter.node(
+        node = rewriter.node(
             "MatMulBnb4",
             [activation, packed["codes"], packed["scales"]],
             name=f"{site.name}/fused",
@@ -81,5 +81,6 @@ def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> 
             },
             dtype=site.dtype,
         )
+        return [node]
 
     return around(site, rewriter, fuse, takes_bias=False)

@@ -33,6 +33,8 @@ class LowerMatMulNBits(Pass):
              y = MatMul(x, t)            (or Gemm <transB = 1> (x, w, bias))
     after:   y = com.microsoft::MatMulNBits <K, N, bits, block_size, accuracy_level>
                  (x, codes, scales, zeros, , bias)
+    float16 does not hold the scales of mxfp4 and nvfp4 as 8-bit integers: there
+             y = Cast(MatMulNBits(Cast(x), …))          computed in float32
     """
 
     name: ClassVar[str] = "lower_matmul_nbits"
@@ -89,6 +91,7 @@ def chosen(site: Site, context: Context, accuracy_level: str = "") -> tuple[Answ
         accuracy_level or recipe.accuracy_level,
         context.banned_for(site.name),
         recipe.prefer,
+        recipe.dequantize_at_load,
     )
 
 
@@ -134,12 +137,21 @@ def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> 
     """MatMulNBits and what must stand around it; the last node gives the site's result."""
     assert site.dequantizer is not None
     source = source_of(site.dequantizer)
+    casts = query.dtype == "float32" and site.dtype != ir.DataType.FLOAT
 
-    def fuse(activation: ir.Value, bias: ir.Value | None) -> ir.Node:
+    def fuse(activation: ir.Value, bias: ir.Value | None) -> list[ir.Node]:
+        nodes = [_cast(site, rewriter, activation, "wide", ir.DataType.FLOAT)] if casts else []
         packed = parts.get(source, layout_of(source.format, query))
-        return rewriter.node(
+        node = rewriter.node(
             "MatMulNBits",
-            [activation, packed["codes"], packed["scales"], packed.get("zeros"), None, bias],
+            [
+                nodes[0].outputs[0] if casts else activation,
+                packed["codes"],
+                packed["scales"],
+                packed.get("zeros"),
+                None,
+                bias,
+            ],
             name=f"{site.name}/fused",
             domain=CONTRIB,
             attributes={
@@ -149,23 +161,34 @@ def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> 
                 "block_size": query.block,
                 "accuracy_level": query.level,
             },
-            dtype=site.dtype,
+            dtype=ir.DataType.FLOAT if casts else site.dtype,
         )
+        assert site.dtype is not None
+        back = [_cast(site, rewriter, node.outputs[0], "narrow", site.dtype)] if casts else []
+        return [*nodes, node, *back]
 
-    return around(site, rewriter, fuse)
+    return around(site, rewriter, fuse, takes_bias=not casts)
+
+
+def _cast(
+    site: Site, rewriter: Rewriter, value: ir.Value, name: str, dtype: ir.DataType
+) -> ir.Node:
+    return rewriter.node(
+        "Cast", [value], name=f"{site.name}/{name}", attributes={"to": dtype.value}, dtype=dtype
+    )
 
 
 def around(
     site: Site,
     rewriter: Rewriter,
-    fuse: Callable[[ir.Value, ir.Value | None], ir.Node],
+    fuse: Callable[[ir.Value, ir.Value | None], list[ir.Node]],
     *,
     takes_bias: bool = True,
 ) -> list[ir.Node]:
     """The op that replaces a linear, and what Gemm or the weight's rank want around it.
 
-    `fuse` makes the op from the activation and the bias `[N]` (None where it has none, or does
-    not take one). The last node gives the site's result.
+    `fuse` makes the op, and casts around it, from the activation and the bias `[N]` (None where it
+    has none, or does not take one). The last node gives the site's result.
     """
     nodes: list[ir.Node] = []
 
@@ -183,7 +206,7 @@ def around(
         activation = nodes[-1].outputs[0]
     bias = _bias(site, rewriter)
     fits = bias is not None and takes_bias and _is_vector(bias, site.n)
-    nodes.append(fuse(activation, bias if fits else None))
+    nodes.extend(fuse(activation, bias if fits else None))
     if bias is not None and not fits:
         add("Add", [nodes[-1].outputs[0], bias], "add")
     missing = missing_axes(site)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.capabilities import OWN_LINEAR
+from qgraph.capabilities import OWN_DEQUANTIZE, OWN_LINEAR
 from qgraph.formats.base import Format
 from qgraph.graph import Graph
 from qgraph.kernel_choice import is_portable
@@ -39,6 +39,7 @@ class LowerPortable(Pass):
              s = Gather(scales, ids)
              w = qgraph::DequantizeInt4V1 (c, s)
              y = Reshape(w, [ids' shape, K])
+    A linear that is to become float at load stays as it is.
     """
 
     name: ClassVar[str] = "lower_portable"
@@ -53,7 +54,12 @@ class LowerPortable(Pass):
                 continue
             assert site.dequantizer is not None
             fmt = source_of(site.dequantizer).format
-            own = chosen(site, context)[1].op == OWN_LINEAR  # the runtime knows it as a whole
+            op = chosen(site, context)[1].op
+            if op == OWN_DEQUANTIZE:
+                rule = f"at load: {fmt.function_name}"
+                steps.append(Step(self.name, rule, site.name, "done", None, fmt.spell()))
+                continue
+            own = op == OWN_LINEAR  # the runtime knows it as a whole
             if not own and not is_portable(context.plan.recipe.unfused, fmt):
                 continue
             gathers = site.role == "embedding"
@@ -85,9 +91,9 @@ def _linear(site: Site, parts: PackedParts, rewriter: Rewriter) -> list[ir.Node]
     source = source_of(site.dequantizer)
     check_activation(site)
 
-    def call(activation: ir.Value, bias: ir.Value | None) -> ir.Node:
+    def call(activation: ir.Value, bias: ir.Value | None) -> list[ir.Node]:
         packed = parts.get(source, source.format.default_layout)
-        return rewriter.node(
+        node = rewriter.node(
             source.format.linear_name,
             [activation, *packed.values()],
             name=f"{site.name}/linear",
@@ -95,6 +101,7 @@ def _linear(site: Site, parts: PackedParts, rewriter: Rewriter) -> list[ir.Node]
             attributes={"k": site.k, "dtype": source.scale_dtype.value},
             dtype=site.dtype,
         )
+        return [node]
 
     return around(site, rewriter, call, takes_bias=False)
 

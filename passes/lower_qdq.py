@@ -10,6 +10,7 @@ import onnx_ir as ir
 from qgraph.capabilities import DEQUANTIZE_LINEAR, INTEGERS
 from qgraph.formats.base import Layout, Part
 from qgraph.graph import Graph
+from qgraph.kernel_choice import FOLDING_ENTRY
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.passes.lower_matmul_nbits import chosen, missing_axes
 from qgraph.passes.opset import CannotRaise, raise_opset
@@ -52,17 +53,24 @@ class LowerQdq(Pass):
         sites = [site for site in graph.sites() if site.name in needs]
         sites.sort(key=lambda site: not _reads_turned(site, graph.model.graph))
         spelling = _Spelling(Rewriter(graph.model))
-        return [self._step(site, refused.get(site.name), spelling, graph) for site in sites]
+        at_load = context.plan.recipe.dequantize_at_load
+        note = f"; floats at load with the session entry {FOLDING_ENTRY}" if at_load else ""
+        return [self._step(site, refused.get(site.name), spelling, graph, note) for site in sites]
 
     def _step(
-        self, site: Site, refused: tuple[str, str] | None, spelling: _Spelling, graph: Graph
+        self,
+        site: Site,
+        refused: tuple[str, str] | None,
+        spelling: _Spelling,
+        graph: Graph,
+        note: str,
     ) -> Step:
         if refused is not None:
             return Step(self.name, "DequantizeLinear", site.name, "refused", *refused)
         source = spelling.write(site)
         rule = f"{source.format.function_name} → DequantizeLinear"
         detail = f"{source.format.spell()}, opset {graph.model.opset_imports['']}"
-        return Step(self.name, rule, site.name, "done", None, detail)
+        return Step(self.name, rule, site.name, "done", None, detail + note)
 
 
 _Need = int | tuple[str, str]

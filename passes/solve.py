@@ -142,7 +142,8 @@ def _fold_all(
         if owner is not None:
             scaled = _scaled(owner, fold.row_factors(factors).astype(np.float32))
             if scaled is None:
-                fold = fold.inserted("the scales of the rows in front would not fit")
+                why = "would not fit" if owner.format.free_scales else "are not free"
+                fold = fold.inserted(f"the scales of the rows in front {why}")
             elif fold.site in _shared(context):
                 fold = fold.inserted(f"the weight of {fold.site} is shared")
         try:
@@ -163,7 +164,7 @@ def _columns(source: QuantSource | None) -> np.ndarray | None:
 
 
 def _scaled(source: QuantSource, rows: np.ndarray) -> SolvedSource | None:
-    """`source` with its rows times `rows`; None where a scale would not fit its type."""
+    """`source` with its rows times `rows`; None where the scales cannot be multiplied."""
     if isinstance(source, RoundedSource):
         found = source.block(0, source.n)
         source = SolvedSource(source.weight, source.format, source.scale_dtype, found)

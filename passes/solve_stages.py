@@ -137,9 +137,15 @@ class _Solving:
         assert decision.format is not None
         banned, worst, weight = set(context.banned), 0.0, None
         while True:
-            level = context.plan.recipe.accuracy_level
+            recipe = context.plan.recipe
             answer, query = best_kernel(
-                context.capabilities, site, parse(decision.format), level, frozenset(banned)
+                context.capabilities,
+                site,
+                parse(decision.format),
+                recipe.accuracy_level,
+                frozenset(banned),
+                recipe.prefer,
+                recipe.dequantize_at_load,
             )
             if not answer or query.op != MATMUL_NBITS or query.level != 4:
                 break

@@ -75,7 +75,10 @@ class SolvedSource(WeightSource):
         return self.format.unpack(parts, stop - start, self.k, self.format.default_layout)
 
     def scaled(self, rows: Array) -> SolvedSource | None:
-        """The same codes with each row's scales times `rows` `[N]`; None where they do not fit."""
+        """The same codes with each row's scales times `rows` `[N]`.
+
+        None where the format's scales are not free, or one would not fit its type.
+        """
         if not self.format.free_scales:
             return None
         whole = self.block(0, self.n)

@@ -22,7 +22,9 @@ from qgraph.formats.base import (
     PARTS,
     Array,
     Format,
+    Layout,
     Part,
+    PartSpec,
     QuantizedWeight,
     named,
     parse,
@@ -115,8 +117,13 @@ class QdqSource(AdoptedSource):
             release(tensor)
 
 
+def _slices(spec: PartSpec, start: int, stop: int) -> tuple[slice, ...]:
+    """Where the part of rows `start:stop` lies along axis 0; all of a scalar."""
+    return (slice(*spec.slices(start, stop)),) if spec.shape else ()
+
+
 class StoredSource(AdoptedSource):
-    """A weight that an earlier run packed for `qgraph::Dequantize…`."""
+    """A weight that an earlier run packed, for `qgraph::Dequantize…` unless `layout` says more."""
 
     def __init__(
         self,
@@ -126,8 +133,10 @@ class StoredSource(AdoptedSource):
         k: int,
         scale_dtype: ir.DataType,
         name: str,
+        layout: Layout | None = None,
     ) -> None:
         self.stored, self.format = parts, fmt
+        self.layout = layout or fmt.default_layout
         self.n, self.k, self.name = n, k, name
         self.scale_dtype = scale_dtype
         self.key = tuple(id(tensor) for tensor in parts.values())
@@ -135,12 +144,12 @@ class StoredSource(AdoptedSource):
 
     def block(self, start: int, stop: int) -> QuantizedWeight:
         """Rows `start:stop`, unpacked from the stored parts."""
-        specs = self.parts(self.format.default_layout)
+        specs = self.parts(self.layout)
         rows = {
-            part: open_array(tensor)[slice(*specs[part].slices(start, stop))]
+            part: open_array(tensor).reshape(specs[part].shape)[_slices(specs[part], start, stop)]
             for part, tensor in self.stored.items()
         }
-        return self.format.unpack(rows, stop - start, self.k, self.format.default_layout)
+        return self.format.unpack(rows, stop - start, self.k, self.layout)
 
     def release(self) -> None:
         """Let go of mapped files, where the tensors hold them."""
@@ -197,9 +206,19 @@ def _from_dequantize(site: Site, node: ir.Node) -> AdoptedSource | Refusal:
     if isinstance(tensor, QuantTensor):
         assert isinstance(tensor.source, AdoptedSource)
         return tensor.source
-    fmt = named(node.op_type)
+    return stored_source(node, node.op_type, parts, site.weight_name.removesuffix(".codes"))
+
+
+def stored_source(
+    node: ir.Node, function: str, parts: dict[Part, ir.TensorProtocol], name: str
+) -> StoredSource | Refusal:
+    """The source behind constants that lie as `qgraph::Dequantize…` (`function`) reads them.
+
+    node: what reads them, with the attributes `k` and `dtype`.
+    """
+    fmt, tensor = named(function), parts["codes"]
     if fmt is None:
-        return Refusal("WEIGHT_TYPE", f"{node.op_type} is no format of this version")
+        return Refusal("WEIGHT_TYPE", f"{function} is no format of this version")
     n, count, width = (int(d) for d in tensor.shape.numpy())
     k = node.attributes.get_int("k", 0)
     if "group" in fmt.options:
@@ -217,7 +236,7 @@ def _from_dequantize(site: Site, node: ir.Node) -> AdoptedSource | Refusal:
     if found != [(spec.shape, spec.dtype) for spec in wanted.values()]:
         return Refusal("WEIGHT_TYPE", f"the parts of {node.name} do not fit [{n}, {k}]")
     stored = dict(zip(wanted, parts.values(), strict=True))
-    return StoredSource(stored, fmt, n, k, dtype, site.weight_name.removesuffix(".codes"))
+    return StoredSource(stored, fmt, n, k, dtype, name)
 
 
 def _from_dequantize_linear(site: Site, node: ir.Node) -> AdoptedSource | Refusal:

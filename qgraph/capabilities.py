@@ -16,6 +16,8 @@ MATMUL_FP8 = "com.microsoft::MatMulBlockQuantizedFp8Weight"
 MATMUL_FP4 = "com.microsoft::MatMulBlockQuantizedFp4Weight"
 OWN_LINEAR = "qgraph::Linear"
 """The portable form, where a runtime has a kernel for it as a whole."""
+OWN_DEQUANTIZE = "qgraph::Dequantize"
+"""The plain function in front of the op, where a runtime computes it once, at load."""
 INTEGERS = ("int", "uint")
 
 
@@ -100,12 +102,16 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-    """The kernels of one target, in the order of preference."""
+    """The kernels of one target, in the order of preference.
+
+    folds: whether the runtime computes what depends on constants alone once, at load.
+    """
 
     target: str
     provider: str
     runtime: str
     rules: tuple[KernelRule, ...]
+    folds: bool = False
 
     def ops(self, numbers: str) -> tuple[str, ...]:
         """The operators with kernels for codes of a kind, in the order of preference."""

@@ -144,7 +144,7 @@ def _advancing(results: Iterable[_T], progress: Progress, done: int = 0) -> Iter
 
 
 @dataclasses.dataclass(frozen=True)
-class _Op:
+class ReadingOp:
     """How an operator reads a quantized weight: the input indices of codes, scales and more."""
 
     kind: Kind
@@ -154,16 +154,16 @@ class _Op:
 
 
 _OPS = {
-    MATMUL_NBITS: _Op("linear", (1, 2, 3), x=0, bias=5),
-    MATMUL_BNB4: _Op("linear", (1, 2), x=0),
-    MATMUL_FP8: _Op("linear", (1, 2), x=0, bias=4),
-    MATMUL_FP4: _Op("linear", (1, 2, 3), x=0, bias=5),
-    GATHER_BLOCK_QUANTIZED: _Op("gather", (0, 2, 3), x=1),
-    DEQUANTIZE_LINEAR: _Op("dequantize", (0, 1, 2)),
+    MATMUL_NBITS: ReadingOp("linear", (1, 2, 3), x=0, bias=5),
+    MATMUL_BNB4: ReadingOp("linear", (1, 2), x=0),
+    MATMUL_FP8: ReadingOp("linear", (1, 2), x=0, bias=4),
+    MATMUL_FP4: ReadingOp("linear", (1, 2, 3), x=0, bias=5),
+    GATHER_BLOCK_QUANTIZED: ReadingOp("gather", (0, 2, 3), x=1),
+    DEQUANTIZE_LINEAR: ReadingOp("dequantize", (0, 1, 2)),
 }
 _OWN_OPS = {
-    "Dequantize": _Op("dequantize", (0, 1, 2)),
-    "Linear": _Op("linear", (1, 2, 3), x=0),
+    "Dequantize": ReadingOp("dequantize", (0, 1, 2)),
+    "Linear": ReadingOp("linear", (1, 2, 3), x=0),
 }
 _VIEWS = {"Transpose", "Reshape", "Identity", "Cast", "Squeeze", "Unsqueeze"}
 
@@ -172,19 +172,20 @@ def _probes(model: ir.Model, data: WrittenData) -> Iterator[Probe]:
     """Every node that reads a quantized weight, in all bodies."""
     for graph in model.graphs():
         for node in graph:
-            op = _op_of(node)
+            op = reading_op(node)
             found = _parts(node, op) if op is not None else {}
             if op is not None and any(part == "codes" for part, _, _ in found.values()):
                 yield _probe(node, op, found, data)
 
 
-def _op_of(node: ir.Node) -> _Op | None:
+def reading_op(node: ir.Node) -> ReadingOp | None:
+    """How a node reads a quantized weight; None where it is no op that does."""
     if node.domain == "qgraph":
         return next((op for name, op in _OWN_OPS.items() if node.op_type.startswith(name)), None)
     return _OPS.get(f"{node.domain or 'ai.onnx'}::{node.op_type}")
 
 
-def _parts(node: ir.Node, op: _Op) -> dict[int, tuple[Part, str, QuantTensor]]:
+def _parts(node: ir.Node, op: ReadingOp) -> dict[int, tuple[Part, str, QuantTensor]]:
     """Input index → part, name and tensor of a weight that was quantized in this run."""
     found: dict[int, tuple[Part, str, QuantTensor]] = {}
     for index in op.inputs:
@@ -199,7 +200,7 @@ def _parts(node: ir.Node, op: _Op) -> dict[int, tuple[Part, str, QuantTensor]]:
 
 
 def _probe(
-    node: ir.Node, op: _Op, found: dict[int, tuple[Part, str, QuantTensor]], data: WrittenData
+    node: ir.Node, op: ReadingOp, found: dict[int, tuple[Part, str, QuantTensor]], data: WrittenData
 ) -> Probe:
     weight = stored_weight(
         {part: name for part, name, _ in found.values()},
@@ -207,6 +208,8 @@ def _probe(
         data,
     )
     source = weight.source
+    x = node.inputs[op.x] if op.kind == "linear" and op.x is not None else None
+    dtype = x.dtype if x is not None and x.dtype is not None else source.scale_dtype
     key = KernelKey(
         f"{node.domain or 'ai.onnx'}::{node.op_type}",
         source.n,
@@ -214,7 +217,7 @@ def _probe(
         source.format.bits,
         weight.block,
         "zeros" not in weight.parts,
-        np.dtype(source.scale_dtype.numpy()).name,
+        np.dtype(dtype.numpy()).name,
         node.attributes.get_int("accuracy_level", 0),
         op.bias is not None and len(node.inputs) > op.bias and node.inputs[op.bias] is not None,
         source.format.numbers,

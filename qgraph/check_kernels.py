@@ -280,7 +280,7 @@ def _one_node_model(probe: Probe, model: ir.Model) -> bytes:
         initializers += slices
         nodes.append(ir.Node("", "Slice", [nodes[-1].outputs[0], *slices]))
     y = nodes[-1].outputs[0]
-    y.name, y.type = "y", ir.TensorType(probe.weight.source.scale_dtype)
+    y.name, y.type = "y", ir.TensorType(ir.DataType.from_numpy(np.dtype(probe.key.dtype)))
     graph = ir.Graph(
         [x] if x is not None else [], [y], nodes=nodes, initializers=initializers,
         opset_imports=dict(model.opset_imports), name="check",

@@ -29,6 +29,8 @@ class SiteRow:
 
     weight, op: its weight and operator in the reference.
     format: what the candidate's metadata says; None where it says nothing.
+    own_error, bound, bound_ratio, kernel_ratio: of a packed linear, on a few inputs that it had in
+        the candidate: see `SiteBound`. None for other sites.
     """
 
     name: str
@@ -38,6 +40,10 @@ class SiteRow:
     candidate_op: str
     format: str | None
     error: float
+    own_error: float | None = None
+    bound: float | None = None
+    bound_ratio: float | None = None
+    kernel_ratio: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,6 +78,10 @@ def _error(value: float) -> str:
     return f"{value:.4f}" if value >= 0.001 or value == 0 else f"{value:.0e}"
 
 
+def _optional(value: float | None) -> str:
+    return "" if value is None else _error(value)
+
+
 def _outputs(comparison: Comparison, console: Console) -> None:
     rows = [
         [row.name, f"{row.error:.6f}", f"{row.cosine:.6f}", f"{row.worst_cosine:.6f}"]
@@ -99,20 +103,27 @@ def _sites(comparison: Comparison, console: Console) -> None:
         f"({comparison.site_samples} samples{tokens})",
         style="bold",
     )
-    # Three columns beside the bar, the number 6 wide, and what the table puts between them.
+    bounded = any(row.own_error is not None for row in comparison.sites)
+    # Three columns beside the bar, or five, numbers 6 wide, and what the table puts between them.
     names, formats = (row.name for row in shown), (row.format or "float" for row in shown)
-    taken = max(map(len, ("site", *names))) + max(map(len, ("format", *formats))) + 17
+    taken = (
+        max(map(len, ("site", *names)))
+        + max(map(len, ("format", *formats)))
+        + (33 if bounded else 17)
+    )
     width = min(_BAR, max(8, console.width - taken)) if drawn else _BAR
     rows = [
         [
             row.name,
             row.format or "float",
             _error(row.error),
+            *([_optional(row.own_error), _optional(row.bound)] if bounded else []),
             bar(row.error, largest, width, fine=drawn),
         ]
         for row in shown
     ]
-    print_table(console, ["site", "format", "error", ""], rows, "llrl")
+    own = ["own", "bound"] if bounded else []
+    print_table(console, ["site", "format", "error", *own, ""], rows, f"llr{'r' * len(own)}l")
     if len(shown) < len(comparison.sites):
         more = len(comparison.sites) - len(shown)
         print_line(console, f"… and {more} more (--format json has them all)")

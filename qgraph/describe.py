@@ -92,14 +92,11 @@ def _row(
     if site.state == "fused":
         return _fused(row, site, capabilities)
     if site.state == "portable":
-        stored = sum(
-            value.const_value.nbytes for value in _packed_inputs(site) if value.const_value
-        )
         return dataclasses.replace(
             row,
             format=row.format or decision.format,
             kernel=PORTABLE,
-            packed_bytes=stored,
+            packed_bytes=_stored_bytes(site.node),
             reason=row.reason or "NO_FUSED_KERNEL",
         )
     if site.state == "float":
@@ -118,6 +115,7 @@ def _row(
         row,
         format=row.format or decision.format,
         kernel=row.kernel or decision.kernel,
+        packed_bytes=0 if site.dequantizer is None else _stored_bytes(site.dequantizer),
         reason=row.reason or decision.reason,
         detail=row.detail or decision.detail,
     )
@@ -142,11 +140,11 @@ def _noted(row: SiteRow, note: Mapping[str, Any]) -> SiteRow:
 def _fused(row: SiteRow, site: Site, capabilities: Capabilities) -> SiteRow:
     query = query_of(site)
     answer = capabilities.ask(query)
+    if not answer and query.level:  # a level is a permission: who has none computes with floats
+        floats = dataclasses.replace(query, level=0)
+        if capabilities.ask(floats):
+            query, answer = floats, capabilities.ask(floats)
     group = parse(row.format).group if row.format else query.block
-    stored = sum(
-        value.const_value.nbytes if value.const_value is not None else 0
-        for value in _packed_inputs(site)
-    )
     rule = answer.rule
     remark, note = answer.reason, answer.detail
     if _has_float_zeros(site):
@@ -164,7 +162,7 @@ def _fused(row: SiteRow, site: Site, capabilities: Capabilities) -> SiteRow:
         origin=rule.origin if rule is not None else "predicted",
         reason=row.reason or remark,
         detail=row.detail or note,
-        packed_bytes=stored,
+        packed_bytes=_stored_bytes(site.node),
     )
 
 
@@ -173,17 +171,20 @@ def _has_float_zeros(site: Site) -> bool:
     return zeros is not None and zeros.dtype is not None and zeros.dtype.is_floating_point()
 
 
-def _packed_inputs(site: Site) -> list[ir.Value]:
-    """The constants of a fused op: codes (through a Reshape), scales, zeros."""
-    found = []
-    for value in site.node.inputs:
+def _stored_bytes(node: ir.Node) -> int:
+    """What the constants of a packed weight take: codes (through a Reshape), scales, zeros."""
+    found = 0
+    for value in node.inputs:
         while value is not None and value.const_value is None:
             producer = value.producer()
-            reshape = producer is not None and producer.op_type in ("Reshape", "Slice", "Gather")
-            value = producer.inputs[0] if producer is not None and reshape else None
-        if value is not None:
-            found.append(value)
+            known = producer is not None and producer.op_type in _MOVES
+            value = producer.inputs[0] if producer is not None and known else None
+        if value is not None and value.const_value is not None:
+            found += value.const_value.nbytes
     return found
+
+
+_MOVES = ("Reshape", "Slice", "Gather", "Transpose")
 
 
 def measured(explanation: Explanation, runtime: Runtime, model: Path | ir.Model) -> Explanation:

@@ -232,7 +232,8 @@ class Explanation:
 
     @staticmethod
     def _taken(row: SiteRow) -> bool:
-        return row.state == "fused" or (row.quantized and row.state in ("qdq", "planned"))
+        dequantized = ("qdq", "dequantize", "planned")
+        return row.state == "fused" or (row.quantized and row.state in dequantized)
 
     @staticmethod
     def _by_reason(rows: Iterable[SiteRow]) -> dict[str, list[SiteRow]]:

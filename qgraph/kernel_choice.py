@@ -13,9 +13,11 @@ from qgraph.capabilities import (
     MATMUL_FP4,
     MATMUL_FP8,
     MATMUL_NBITS,
+    OWN_DEQUANTIZE,
     OWN_LINEAR,
     Answer,
     Capabilities,
+    KernelRule,
     Query,
 )
 from qgraph.formats.base import Format, Layout
@@ -25,6 +27,8 @@ SMALLEST_AUTO_GROUP = 32
 """Groups chosen here are not made smaller than this to divide K."""
 BNB4_TYPES = {"fp4": 0, "nf4": 1}
 """MatMulBnb4's attribute `quant_type`."""
+FOLDING_ENTRY = "session.disable_quant_qdq=1"
+"""The session entry with which ONNX Runtime computes DequantizeLinear of constants at load."""
 PORTABLE = "portable"
 """The kernel of a site that is dequantized block by block in standard operators."""
 
@@ -58,6 +62,7 @@ def best_kernel(
     accuracy_level: str,
     banned: frozenset[Query] = frozenset(),
     prefer: str = "speed",
+    at_load: bool = False,
 ) -> tuple[Answer, Query]:
     """The first kernel that takes the site, in the order of preference, and its parameters.
 
@@ -65,7 +70,10 @@ def best_kernel(
     repeated scales; then level 0. Kernels that are much slower than float are taken only where
     level 0 is asked for. Formats that are no integers are asked for as such where the target has
     an op for them; else, where `prefer` is `speed`, as the integers that they can be written as.
+    at_load: linears are to be dequantized when the model is loaded, whatever the kernels take.
     """
+    if at_load and site.role != "embedding" and capabilities.target != "qdq":
+        return _at_load(capabilities, site, fmt)
     wanted: Query | None = None
     first: Answer | None = None
     for query in _candidates(capabilities, site, fmt, accuracy_level, prefer):
@@ -84,16 +92,34 @@ def best_kernel(
     return first, wanted
 
 
+def _at_load(capabilities: Capabilities, site: Site, fmt: Format) -> tuple[Answer, Query]:
+    """The plain function in front of the op; a runtime that folds constants runs it once."""
+    query = _query(OWN_DEQUANTIZE, site, fmt)
+    rule = KernelRule(
+        OWN_DEQUANTIZE,
+        capabilities.provider,
+        ("float32", "float16"),
+        (fmt.bits,),
+        numbers=(fmt.numbers,),
+        origin=capabilities.rules[0].origin,
+    )
+    return dataclasses.replace(capabilities, rules=(rule,)).ask(query), query
+
+
+def _query(op: str, site: Site, fmt: Format) -> Query:
+    """What `op` is asked for at the format's own group, without int8 activations."""
+    assert site.dtype is not None
+    dtype = "float32" if site.dtype.name == "FLOAT" else site.dtype.name.lower()
+    return Query(
+        op, dtype, fmt.bits, fmt.group, 0, fmt.symmetric, site.n, site.k, numbers=fmt.numbers
+    )
+
+
 def _candidates(
     capabilities: Capabilities, site: Site, fmt: Format, accuracy_level: str, prefer: str
 ) -> Iterator[Query]:
-    assert site.dtype is not None
     embedding = site.role == "embedding"
-    dtype = "float32" if site.dtype.name == "FLOAT" else site.dtype.name.lower()
-    fused = GATHER_BLOCK_QUANTIZED if embedding else MATMUL_NBITS
-    own = Query(
-        fused, dtype, fmt.bits, fmt.group, 0, fmt.symmetric, site.n, site.k, numbers=fmt.numbers
-    )
+    own = _query(GATHER_BLOCK_QUANTIZED if embedding else MATMUL_NBITS, site, fmt)
     if capabilities.target == "qdq":
         yield dataclasses.replace(own, op=DEQUANTIZE_LINEAR)
         return
@@ -102,11 +128,12 @@ def _candidates(
     if not plain:
         ops = [op for op in capabilities.ops(fmt.numbers) if op in _OF_LINEARS and not embedding]
         yield from (dataclasses.replace(own, op=op) for op in ops)
-        if integers is None or prefer != "speed" or dtype != "float32":
+        dtypes = ("float32",) if embedding else ("float32", "float16")
+        if integers is None or prefer != "speed" or own.dtype not in dtypes:
             yield from [] if ops else [own]  # for the reason why not
             return
-    assert integers is not None
-    own = dataclasses.replace(own, bits=integers[1], numbers=fmt.numbers if plain else "int")
+        # float16 does not hold the scales of these: the lowering casts the activation.
+        own = dataclasses.replace(own, bits=integers[1], numbers="int", dtype="float32")
     levels = (0,) if embedding else {"auto": (4, 0), "0": (0,), "4": (4,)}[accuracy_level]
     slow = not embedding and accuracy_level == "0" and plain
     for level in levels:
@@ -150,8 +177,8 @@ def is_portable(unfused: str, fmt: Format) -> bool:
 
 
 def spell_kernel(query: Query) -> str:
-    """`MatMulNBits bits=4 block=128 level=4`, `MatMulBnb4 codes=nf4 block=64`."""
-    name = query.op.partition("::")[2]
+    """`MatMulNBits bits=4 block=128 level=4`, `DequantizeAtLoad codes=mxfp4 block=32`."""
+    name = query.op.partition("::")[2] + ("AtLoad" if query.op == OWN_DEQUANTIZE else "")
     level = f" level={query.level}" if query.op == MATMUL_NBITS else ""
     codes = f"bits={query.bits}" if query.numbers in INTEGERS else f"codes={query.numbers}"
     block = f" block={query.block}" if query.block or query.numbers in INTEGERS else ""

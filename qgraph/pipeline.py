@@ -62,6 +62,7 @@ def optimize(
     sequence: int = 512,
     unfused: str | None = None,
     prefer: str | None = None,
+    dequantize_at_load: bool | None = None,
     target: str = "ort-cpu",
     check: bool = True,
     strict: bool = False,
@@ -111,6 +112,7 @@ def optimize(
         "min_elements": min_elements,
         "unfused": unfused,
         "prefer": prefer,
+        "dequantize_at_load": dequantize_at_load,
         "include": _several(include) or None,
         "exclude": _several(exclude) or None,
         "overrides": tuple(Override.parse(o) if isinstance(o, str) else o for o in overrides)

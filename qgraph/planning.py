@@ -7,10 +7,11 @@ from collections.abc import Hashable, Sequence
 
 from qgraph import registry
 from qgraph.adopted import ADOPTED, AdoptedSource, adopt
-from qgraph.capabilities import Capabilities
+from qgraph.capabilities import DEQUANTIZE_LINEAR, OWN_DEQUANTIZE, Capabilities, Query
 from qgraph.errors import InputError
 from qgraph.formats.base import Format, Layout, named, parse
 from qgraph.kernel_choice import (
+    FOLDING_ENTRY,
     PORTABLE,
     best_kernel,
     dividing_group,
@@ -40,9 +41,15 @@ def make_plan(sites: Sequence[Site], recipe: Recipe, capabilities: Capabilities)
     """Decide for every site.
 
     Raises:
-        InputError: a selector that matches nothing, an unknown format, solver or option.
+        InputError: a selector that matches nothing, an unknown format, solver or option, or
+            `dequantize_at_load` for a target that computes nothing at load.
     """
     parts_of(recipe.solver)
+    if recipe.dequantize_at_load and not capabilities.folds:
+        raise InputError(
+            f"--dequantize-at-load: {capabilities.runtime} dequantizes at each call, not when it "
+            "loads a model: use --target ort-cpu, ort-cuda or qdq, or leave the option out"
+        )
     check(recipe.selectors, sites)
     planner = _Planner(sites, recipe, capabilities)
     decisions = [planner.decide(site) for site in sites]
@@ -215,7 +222,12 @@ class _Planner:
         fmt.validate(site.n, site.k)
         dtype = site.dtype
         answer, query = best_kernel(
-            self.capabilities, site, fmt, self.recipe.accuracy_level, prefer=self.recipe.prefer
+            self.capabilities,
+            site,
+            fmt,
+            self.recipe.accuracy_level,
+            prefer=self.recipe.prefer,
+            at_load=self.recipe.dequantize_at_load,
         )
         rule = answer.rule
         portable = is_portable(self.recipe.unfused, fmt) and dtype.name in ("FLOAT", "FLOAT16")
@@ -244,7 +256,7 @@ class _Planner:
             kernel=spell_kernel(query),
             origin=rule.origin,
             reason=answer.reason,
-            detail=answer.detail or self._price(site, fmt, layout),
+            detail=self._at_load(site, query) or answer.detail or self._price(site, fmt, layout),
         )
 
     def _faster(self, site: Site, fmt: Format) -> str:
@@ -256,6 +268,15 @@ class _Planner:
             return ""
         size = _bytes(site, fmt, layout_of(fmt, query)) / 1e6
         return f"; --prefer speed: {spell_kernel(query)}, {size:.2f} MB"
+
+    def _at_load(self, site: Site, query: Query) -> str:
+        """What becoming floats at load costs, or wants of the session."""
+        if not self.recipe.dequantize_at_load:
+            return ""
+        if query.op == OWN_DEQUANTIZE:
+            return f"floats at load: {_float_bytes(site) / 1e6:.2f} MB in memory"
+        named_entry = query.op == DEQUANTIZE_LINEAR
+        return f"floats at load with the session entry {FOLDING_ENTRY}" if named_entry else ""
 
     def _price(self, site: Site, fmt: Format, layout: Layout) -> str:
         """What it costs to be written as integers that a kernel reads."""

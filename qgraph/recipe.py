@@ -65,6 +65,8 @@ class Recipe:
         (packed, and dequantized block by block in standard operators: small, and slow); `auto`
         is `portable` for formats that are no integers, else `float`.
     prefer: `speed` or `size`, for formats that a fast kernel reads in a larger form.
+    dequantize_at_load: linears are stored packed and become floats when the model is loaded,
+        whatever their format; no kernel computes on the packed weight.
     min_elements: smaller weights stay as they are.
     options: `PASS.FIELD` → value, for any pass's field.
     """
@@ -80,6 +82,7 @@ class Recipe:
     accuracy_level: str = "auto"
     unfused: str = "auto"
     prefer: str = "speed"
+    dequantize_at_load: bool = False
     min_elements: int = 1024
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -191,7 +194,7 @@ def _fields(table: dict[str, Any], path: Path) -> dict[str, Any]:
             value = 0 if value == "row" else value
         elif key == "accuracy_level":
             value = str(value)
-        elif not isinstance(value, type(default)) or isinstance(value, bool):
+        elif type(value) is not type(default):
             wanted = type(default).__name__
             raise InputError(f"recipe {path}: {key} wants {wanted}, not {value!r}")
         found[key] = value

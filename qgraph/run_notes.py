@@ -13,9 +13,11 @@ from typing import Any
 import onnx_ir as ir
 
 from qgraph.constants import FLOATS, same_file
-from qgraph.coverage import NOT_COUNTED
+from qgraph.coverage import LINEAR_ROLES, NOT_COUNTED
 from qgraph.errors import InputError
+from qgraph.formats.base import parse
 from qgraph.graph import Graph
+from qgraph.kernel_choice import FOLDING_ENTRY
 from qgraph.plan import KEPT, Decision, QuantPlan
 from qgraph.saved_file import check_output
 from qgraph.sites import Site
@@ -75,8 +77,11 @@ def is_folder_name(text: str) -> bool:
 def plan_notes(plan: QuantPlan) -> list[str]:
     """What a user would not expect of the plan."""
     notes = []
-    tables = {item.format for item in plan.decisions if item.role == "embedding" and item.quantized}
-    if tables and plan.recipe.embedding == "auto":
+    packed = [item for item in plan.decisions if item.quantized and item.format is not None]
+    tables = {item.format for item in packed if item.role == "embedding"}
+    others = {parse(str(item.format)).bits for item in packed if item.role == "linear"}
+    wider = any(parse(str(table)).bits > bits for table in tables for bits in others)
+    if wider and plan.recipe.embedding == "auto":
         notes.append(
             f"embeddings and the heads tied to them are {', '.join(sorted(map(str, tables)))}, "
             "whatever --format says: 4 bits there lose much quality for little space; "
@@ -85,12 +90,24 @@ def plan_notes(plan: QuantPlan) -> list[str]:
     kept = sum(item.solver == KEPT for item in plan.decisions)
     if kept:
         notes.append(f"{kept} sites came packed and stay as they are, whatever was asked for")
+    if plan.recipe.dequantize_at_load:
+        notes.append(_at_load(plan))
     if plan.target == "qdq" and plan.recipe.accuracy_level != "auto":
         notes.append(
             "the accuracy level is the runtime's choice in a Q/DQ graph: ONNX Runtime takes it "
             "from the session entry session.qdq_matmulnbits_accuracy_level"
         )
     return notes
+
+
+def _at_load(plan: QuantPlan) -> str:
+    """What dequantizing at load means for memory, and how a Q/DQ graph gets there."""
+    linears = [i for i in plan.decisions if i.quantized and i.role in LINEAR_ROLES]
+    size = sum(item.float_bytes for item in linears) / 1e6
+    words = f"{len(linears)} linears become floats when the model is loaded: {size:.1f} MB"
+    if plan.target != "qdq":
+        return f"{words} of memory, and the speed of float"
+    return f"{words} of memory, where the session entry {FOLDING_ENTRY} is set; else at each call"
 
 
 def elsewhere(graph: Graph, sites: Sequence[Site]) -> list[str]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from qgraph.comparison import Comparison, SiteRow
 from qgraph.errors import InputError
 from qgraph.feeding import shortened
 from qgraph.output_error import OutputError
 from qgraph.paired import Pair
-from qgraph.site_outputs import SharedSite, read_graph, shared_sites
+from qgraph.site_bounds import BoundedSite
+from qgraph.site_outputs import SharedSite, noted, read_graph, shared_sites
 from qgraph.text import Sample
 
 SITE_BYTES = 128_000_000
@@ -24,21 +25,74 @@ def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comp
     shared = shared_sites(reference, candidate)
     if not shared:
         return _noting(found, "no site has one name in both models: no site was compared")
+    bounded = _bounded(shared)
     width = 4 * sum(site.width for site in shared)
+    width += 4 * sum({each.activation: each.source.k for each in bounded.values()}.values())
     longest = max(1, SITE_BYTES // max(1, width))
     cut = [shortened(sample, pair.reference.feeder, longest) for sample in samples]
     try:
         with (
             pair.reference.exposing(site.value for site in shared),
-            pair.candidate.exposing(site.candidate_value for site in shared),
+            pair.candidate.exposing(_exposed(shared, bounded)),
         ):
-            rows, tokens = _site_rows(pair, shared, cut)
+            rows, tokens = _site_rows(pair, shared, cut, bounded)
     except InputError as error:
         return _noting(found, f"no site was compared: {error}")
     odd = len(shared) - len(rows)
     if odd:
         found = _noting(found, f"{odd} sites give outputs of another shape: not compared")
+    rows, broken = _with_bounds(rows, bounded, noted(candidate, "solver"))
+    if broken:
+        found = _noting(found, broken)
     return dataclasses.replace(found, sites=rows, site_samples=len(cut), site_tokens=tokens)
+
+
+def _bounded(shared: Sequence[SharedSite]) -> dict[str, BoundedSite]:
+    """The packed linears, by name; their output must be the value that the reference's is."""
+    found = {
+        site.name: BoundedSite.of(site.reference, site.candidate)
+        for site in shared
+        if site.value == site.candidate_value
+    }
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _exposed(shared: Sequence[SharedSite], bounded: Mapping[str, BoundedSite]) -> list[str]:
+    """What the candidate is to give: the sites' outputs, and the inputs of the packed ones."""
+    inputs = (each.activation for each in bounded.values() if not each.reads_input)
+    return list(dict.fromkeys([*(site.candidate_value for site in shared), *inputs]))
+
+
+def _with_bounds(
+    rows: Sequence[SiteRow], bounded: Mapping[str, BoundedSite], solvers: Mapping[str, str]
+) -> tuple[tuple[SiteRow, ...], str]:
+    """The rows with what their sites do to their own inputs, and a note on what no rounding does.
+
+    Where `awq` solved, channels were scaled: W is not the weight of these inputs.
+    """
+    scaled = any("awq" in solver for solver in solvers.values())
+    found, broken = list[SiteRow](), list[SiteRow]()
+    for row in rows:
+        each = bounded.get(row.name)
+        bound = each.compared(same_inputs=not scaled and each.reads_the_same) if each else None
+        if bound is not None:
+            row = dataclasses.replace(row, **dataclasses.asdict(bound))
+            broken += [row] if bound.broken else []
+        found.append(row)
+    if not broken:
+        return tuple(found), ""
+    worst = max(broken, key=_excess)
+    return tuple(found), (
+        f"the kernels of {len(broken)} sites give something else than the product with the stored "
+        f"weight: {worst.name} ({worst.candidate_op}) is {_excess(worst):.3g} times its rounding "
+        "off. `qgraph optimize` checks kernels and takes the next one, unless --no-check"
+    )
+
+
+def _excess(row: SiteRow) -> float:
+    """The kernel's error relative to its bound; NaN counts as infinite."""
+    ratio = row.kernel_ratio
+    return math.inf if ratio is None or math.isnan(ratio) else ratio
 
 
 def _noting(found: Comparison, note: str) -> Comparison:
@@ -46,7 +100,10 @@ def _noting(found: Comparison, note: str) -> Comparison:
 
 
 def _site_rows(
-    pair: Pair, shared: Sequence[SharedSite], samples: Sequence[Sample]
+    pair: Pair,
+    shared: Sequence[SharedSite],
+    samples: Sequence[Sample],
+    bounded: Mapping[str, BoundedSite],
 ) -> tuple[tuple[SiteRow, ...], int]:
     """The sites of one shape in both, worst first (NaN before all), and on how many tokens."""
     errors = {site: OutputError() for site in shared}
@@ -55,10 +112,13 @@ def _site_rows(
         ids, mask = pair.ids_and_mask(sample)
         tokens += 0 if ids is None else ids.size
         first, second = (side.run(sample) for side in pair.sides)
+        given = {**pair.candidate.feeder.feeds(sample), **second}
         for site in tuple(errors):
             expected, got = first[site.value], second[site.candidate_value]
             if expected.shape == got.shape:
                 errors[site].add(expected, got, mask)
+                if site.name in bounded:
+                    bounded[site.name].add(given[bounded[site.name].activation], got)
             else:
                 del errors[site]
     rows = [

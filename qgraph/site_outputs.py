@@ -27,6 +27,7 @@ class SharedSite:
     op, candidate_op: its operator in the reference and in the candidate.
     format: what the candidate's metadata says of it; None for float, or where it says nothing.
     width: elements per token.
+    reference, candidate: the sites themselves.
     """
 
     name: str
@@ -38,6 +39,8 @@ class SharedSite:
     value: str
     candidate_value: str
     width: int
+    reference: Site
+    candidate: Site
 
 
 def read_graph(model: Path | ir.Model) -> ir.Model:
@@ -63,7 +66,7 @@ def shared_sites(reference: ir.Model, candidate: ir.Model) -> list[SharedSite]:
     """The sites of the main graphs that have one name in both, in the reference's order."""
     first, second = _by_name(reference), _by_name(candidate)
     made = {output.name for node in candidate.graph for output in node.outputs}
-    formats = _formats(candidate)
+    formats = noted(candidate, "format")
     found = []
     for name, site in first.items():
         twin = second.get(name)
@@ -82,6 +85,8 @@ def shared_sites(reference: ir.Model, candidate: ir.Model) -> list[SharedSite]:
                 # The op that stands for a site may be followed by a Slice or a Cast.
                 candidate_value=value if value in made else (twin.node.outputs[0].name or ""),
                 width=site.n if site.role != "embedding" else site.k,
+                reference=site,
+                candidate=twin,
             )
         )
     return found
@@ -136,8 +141,8 @@ def _by_name(model: ir.Model) -> dict[str, Site]:
     }
 
 
-def _formats(model: ir.Model) -> dict[str, str]:
-    """Formats by site that `optimize` wrote into a model."""
+def noted(model: ir.Model, key: str) -> dict[str, str]:
+    """What `optimize` wrote of each site into a model: its `format`, its `solver`."""
     try:
         found: Any = json.loads(model.metadata_props.get(METADATA_KEY, "{}"))
     except (json.JSONDecodeError, RecursionError):
@@ -145,7 +150,7 @@ def _formats(model: ir.Model) -> dict[str, str]:
     sites = found.get("sites") if isinstance(found, dict) else None
     entries = sites.items() if isinstance(sites, dict) else ()
     return {
-        name: entry["format"]
+        name: entry[key]
         for name, entry in entries
-        if isinstance(entry, dict) and isinstance(entry.get("format"), str)
+        if isinstance(entry, dict) and isinstance(entry.get(key), str)
     }

@@ -75,7 +75,7 @@ class StoredWeight:
         Raises:
             ValueError: a block that is copied to smaller ones has different copies.
         """
-        raw = {part: self.raw(part, start, stop) for part in self.parts}
+        raw = {part: self.typed(part, start, stop) for part in self.parts}
         weight = self.format.unpack(raw, stop - start, self.source.k, self.layout)
         if self.layout.kind == "blocks" and self.layout.block != self.format.group:
             packed = self.format.pack(weight, self.layout)
@@ -92,6 +92,12 @@ class StoredWeight:
         """The bytes (u8) of rows `start:stop` of a part."""
         spec = self.source.parts(self.layout)[part]
         return read_bytes(self.parts[part], *spec.span(start, stop))
+
+    def typed(self, part: Part, start: int, stop: int) -> Array:
+        """The same in the part's own type, where bytes alone do not say which float they are."""
+        raw = self.raw(part, start, stop)
+        dtype = self.source.parts(self.layout)[part].dtype
+        return raw.view(dtype.numpy()) if dtype == ir.DataType.BFLOAT16 else raw
 
     def largest(self) -> float:
         """A bound on |ŵ| over the rows that are read back, from their scales alone."""

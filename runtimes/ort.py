@@ -39,7 +39,9 @@ class OrtRuntime(Runtime):
 
     def capabilities(self) -> Capabilities:
         """See `Runtime.capabilities`."""
-        return Capabilities(self.target, self.provider, self._title(), rules(self.target))
+        return Capabilities(
+            self.target, self.provider, self._title(), rules(self.target), folds=True
+        )
 
     def open(
         self,

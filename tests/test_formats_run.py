@@ -22,6 +22,11 @@ from qgraph.passes.opset import CannotRaise
 N, K, ROWS = 136, 256, 3
 FORMATS = [f for name in registry.names("format") for f in variants(registry.load("format", name))]
 every = pytest.mark.parametrize("fmt", FORMATS, ids=[f.spell() for f in FORMATS])
+DTYPES = {
+    "float": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+}
 KERNELS = {
     "fp8-e4m3:scale=tensor": "DequantizeLinear codes=e4m3",
     "fp8-e4m3": "DequantizeLinear codes=e4m3",
@@ -49,7 +54,7 @@ def model(folder: Path, k: int = K, opset: int = 17, kind: str = "float") -> tup
     text = f"""<ir_version: 8, opset_import: ["" : {opset}]>
         g ({kind}[{ROWS}, {k}] x) => ({kind}[{ROWS}, {N}] y) {{ y = Gemm<transB = 1>(x, w) }}"""
     weight = np.random.default_rng(0).standard_normal((N, k)).astype(np.float32) * np.float32(0.1)
-    weight = weight.astype(np.float16 if kind == "float16" else np.float32)
+    weight = weight.astype(DTYPES[kind].numpy())
     proto = onnx.parser.parse_model(text)
     proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
     onnx.save(proto, folder / "m.onnx")
@@ -60,7 +65,7 @@ def optimized(folder: Path, fmt: Format, k: int = K, kind: str = "float", **opti
     """The decision, what the model gives, and what the dequantized weight gives."""
     source, weight = model(folder, k, kind=kind)
     target = options.get("target", "ort-cpu")
-    dtype = ir.DataType.FLOAT16 if kind == "float16" else ir.DataType.FLOAT
+    dtype = DTYPES[kind]
     out = folder / "out.onnx"
     result = qgraph.optimize(source, out, format=fmt.spell(), min_elements=1, **options)
     x = np.random.default_rng(1).standard_normal((ROWS, k)).astype(dtype.numpy())
@@ -133,6 +138,33 @@ def test_size_or_speed(text: str, tmp_path: Path) -> None:
     assert small.packed_bytes == pytest.approx(
         fmt.size_bits(K, ir.DataType.FLOAT) * N * K / 8, 1e-3
     )
+
+
+@pytest.mark.parametrize("text", ["mxfp4", "mxfp4:order=halves", "nvfp4"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_half_precision_as_integers(text: str, bias: bool, tmp_path: Path) -> None:
+    """Between casts, bit for bit what the float32 model gives: float16 holds no such scales."""
+    weight = (np.random.default_rng(0).standard_normal((N, K)) * 1e-4).astype(np.float16)
+    x = np.random.default_rng(1).standard_normal((ROWS, K)).astype(np.float16)
+    found = {}
+    for kind, dtype in (("float", np.float32), ("float16", np.float16)):
+        added = ", b" if bias else ""
+        proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17]>
+            g ({kind}[M, {K}] x) => ({kind}[M, {N}] y) {{ y = Gemm<transB = 1>(x, w{added}) }}""")
+        for name, array in (("w", weight), ("b", np.linspace(-1, 1, N)))[: 1 + bias]:
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(dtype), name))
+        onnx.save(proto, tmp_path / "m.onnx")
+        out = tmp_path / f"{kind}.onnx"
+        plan = qgraph.optimize(tmp_path / "m.onnx", out, format=text, min_elements=1).plan
+        assert plan.decisions[0].kernel == f"MatMulNBits bits=8 block={parse(text).group} level=4"
+        found[kind] = qgraph.open(out).run({"x": x.astype(dtype)})["y"]
+    ops = [node.op_type for node in onnx.load(tmp_path / "float16.onnx").graph.node]
+    assert ops == ["Cast", "MatMulNBits", "Cast", *(["Add"] if bias else [])]
+    assert found["float16"].dtype == np.float16
+    if bias:  # added in float16
+        np.testing.assert_allclose(found["float16"], found["float"], atol=1e-3)
+    else:
+        np.testing.assert_array_equal(found["float16"], found["float"].astype(np.float16))
 
 
 @pytest.mark.parametrize("text", ["mxfp4", "mxfp8", "nf4:double=true"])
@@ -302,3 +334,12 @@ def test_command_line_says_what_was_done(
     printed = capsys.readouterr().out
     assert parse(text).spell() in printed
     assert "1/1 linears" in printed
+
+
+@every
+def test_bfloat16_in_torch(fmt: Format, tmp_path: Path) -> None:
+    decision, found, wanted = optimized(tmp_path, fmt, kind="bfloat16", target="torch-cpu")
+    assert decision.quantized and decision.kernel != "portable"
+    assert found.dtype == ml_dtypes.bfloat16
+    error = np.linalg.norm(found.astype(np.float64) - wanted) / np.linalg.norm(wanted)
+    assert error < 1e-2

@@ -26,9 +26,10 @@ Model = Annotated[
 Target = Annotated[
     str | None,
     typer.Option(
-        metavar="|".join(names("target")),
+        metavar="TARGET",
         callback=one_of(names("target")),
-        help="What runs the model. Default: what it was made for, else ort-cpu.",
+        help=f"What runs the model: {', '.join(names('target'))}. Default: what it was made for, "
+        "else ort-cpu.",
     ),
 ]
 Profile = Annotated[

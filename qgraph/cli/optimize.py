@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qgraph.cli.options import assignments, group, group_size, one_of
+from qgraph.cli.options import group, group_size, merged_recipe, one_of
 from qgraph.cli.options import solver as solver_names
 from qgraph.errors import InputError
 from qgraph.recipe import CALIBRATIONS
@@ -29,7 +28,8 @@ Output = Annotated[
         "--output",
         metavar="OUT",
         rich_help_panel=_FILES,
-        help="The .onnx to write, or a folder for it. Default: MODEL with .int4 before its suffix.",
+        help="The .onnx to write, or a folder for it (one that is there, or ends in /). Default: "
+        "MODEL with the format (.int4, .nf4) before its suffix.",
     ),
 ]
 Int4Groups = Annotated[
@@ -191,6 +191,15 @@ Prefer = Annotated[
         "are exact, fast, and twice the size. [default: speed]",
     ),
 ]
+AtLoad = Annotated[
+    bool,
+    typer.Option(
+        "--dequantize-at-load",
+        rich_help_panel=_RUNS,
+        help="Store linears packed, in whatever format, and let ONNX Runtime make floats of them "
+        "when it loads the model: the file is small, memory and speed are those of floats.",
+    ),
+]
 MinElements = Annotated[
     int | None,
     typer.Option(
@@ -200,10 +209,10 @@ MinElements = Annotated[
 Target = Annotated[
     str,
     typer.Option(
-        metavar="|".join(names("target")),
+        metavar="TARGET",
         callback=one_of(names("target")),
         rich_help_panel=_RUNS,
-        help="What will run the model; qdq stays portable.",
+        help=f"What will run the model: {', '.join(names('target'))}; qdq stays portable.",
     ),
 ]
 AccuracyLevel = Annotated[
@@ -258,7 +267,10 @@ SingleFile = Annotated[
     typer.Option("--single-file", rich_help_panel=_FILES, help="No data file (up to 2 GB)."),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", rich_help_panel=_FILES, help="Replace an existing output.")
+    bool,
+    typer.Option(
+        "--force", rich_help_panel=_FILES, help="Replace an output that qgraph did not write."
+    ),
 ]
 Quiet = Annotated[
     bool,
@@ -288,6 +300,7 @@ def optimize(
     accuracy_level: AccuracyLevel = None,
     unfused: Unfused = None,
     prefer: Prefer = None,
+    dequantize_at_load: AtLoad = False,
     check: Check = True,
     strict: Strict = False,
     min_coverage: MinCoverage = 0.0,
@@ -321,9 +334,10 @@ def optimize(
         "accuracy_level": accuracy_level,
         "unfused": unfused,
         "prefer": prefer,
+        "dequantize_at_load": dequantize_at_load or None,
         "min_elements": min_elements,
     }
-    asked = _recipe(recipe, wanted, include or [], exclude or [], set_ or [], option or [])
+    asked = merged_recipe(recipe, wanted, include or [], exclude or [], set_ or [], option or [])
     written = None if dry_run else chosen_output(output, default_output(model, asked))
     out = console.output()
     if not quiet:
@@ -376,25 +390,3 @@ def chosen_output(output: str | None, default: Path) -> Path:
 
     path = Path(output)
     return path / default.name if is_folder_name(output) or path.is_dir() else path
-
-
-def _recipe(
-    path: Path | None,
-    wanted: dict[str, Any],
-    include: list[str],
-    exclude: list[str],
-    overrides: list[str],
-    options: list[str],
-) -> Recipe:
-    """The recipe file with the command line's options on top; lists are joined."""
-    from qgraph.recipe import Override, Recipe
-
-    base = Recipe() if path is None else Recipe.from_toml(path)
-    return dataclasses.replace(
-        base,
-        **{key: value for key, value in wanted.items() if value is not None},
-        include=(*base.include, *include),
-        exclude=(*base.exclude, *exclude),
-        overrides=(*base.overrides, *map(Override.parse, overrides)),
-        options={**base.options, **assignments(options)},
-    )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from qgraph.registry import did_you_mean, names
+
+if TYPE_CHECKING:
+    from qgraph.recipe import Recipe
 
 
 def one_of(known: Sequence[str]) -> Callable[[str | None], str | None]:
@@ -52,3 +58,25 @@ def assignments(values: Sequence[str]) -> dict[str, str]:
             raise typer.BadParameter(f"--option {text!r}: wanted PASS.FIELD=VALUE")
         found[key] = value
     return found
+
+
+def merged_recipe(
+    path: Path | None,
+    wanted: dict[str, Any],
+    include: list[str],
+    exclude: list[str],
+    overrides: list[str],
+    options: list[str],
+) -> Recipe:
+    """The recipe file with the command line's options on top; lists are joined."""
+    from qgraph.recipe import Override, Recipe
+
+    base = Recipe() if path is None else Recipe.from_toml(path)
+    return dataclasses.replace(
+        base,
+        **{key: value for key, value in wanted.items() if value is not None},
+        include=(*base.include, *include),
+        exclude=(*base.exclude, *exclude),
+        overrides=(*base.overrides, *map(Override.parse, overrides)),
+        options={**base.options, **assignments(options)},
+    )

@@ -36,6 +36,7 @@ def print_configuration(
         "accuracy level": recipe.accuracy_level,
         "unfused": recipe.unfused,
         "prefer": recipe.prefer,
+        "dequantize": "at load" if recipe.dequantize_at_load else "no",
         "min elements": str(recipe.min_elements),
         "target": target,
         "check": "on" if check else "off",

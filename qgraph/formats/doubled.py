@@ -34,14 +34,10 @@ class DoubledLevels(LevelGroups):
     def parts(
         self, n: int, k: int, scale_dtype: ir.DataType, layout: Layout
     ) -> dict[Part, PartSpec]:
-        """See `Format.parts`; "nbits8" at the format's own block, scales in float32."""
+        """See `Format.parts`; "nbits8" at the format's own block, scales always in float32."""
         if layout.kind != "nbits8":
             return super().parts(n, k, scale_dtype, layout)
         self._check_doubled(layout)
-        if scale_dtype != ir.DataType.FLOAT:
-            raise InputError(
-                f"{self.spell()} as 8-bit codes: scales in {scale_dtype.name}, wanted FLOAT"
-            )
         nb, _ = self._blocks(k)
         codes = PartSpec((n, nb, self.group), ir.DataType.UINT8)
         return {"codes": codes, "scales": PartSpec((n, nb), ir.DataType.FLOAT)}

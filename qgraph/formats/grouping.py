@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -131,7 +132,7 @@ def extremes(groups: Array, work: Array, *, absolute: bool = False) -> list[Arra
 
 def as_stored(steps: Array, span: Array, stored: np.dtype[np.floating[Any]]) -> Array:
     """float32 scales as they read back from `stored`: 0 where `span` is, else never subnormal."""
-    tiny = np.finfo(stored).smallest_normal.astype(np.float32)
+    tiny = np.float32(ml_dtypes.finfo(stored).smallest_normal)
     np.copyto(steps, np.copysign(tiny, steps), where=np.abs(steps) < tiny)
     steps = steps.astype(stored, copy=False).astype(np.float32, copy=False)
     np.copyto(steps, 0, where=span == 0)
@@ -146,8 +147,8 @@ def divisors(steps: Array) -> Array:
 
 def check_scale_dtype(dtype: ir.DataType) -> None:
     """Raise InputError unless scales can be stored in `dtype`."""
-    if dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
-        raise InputError(f"scales in {dtype.name}: wanted FLOAT or FLOAT16")
+    if dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+        raise InputError(f"scales in {dtype.name}: wanted FLOAT, FLOAT16 or BFLOAT16")
 
 
 def read_scales(part: Array, n: int, nb: int) -> Array:

@@ -37,6 +37,9 @@ class Spelling:
     steps: lines that compute `steps` from `plain_steps` (float32, shaped as the scales) and the
         third part; empty where they are the same.
     shared_rows: 1, 128, or 0 for all rows: those that share their scales.
+    unpack: where codes lie across bytes, lines that compute `index` from `packed`: the codes,
+        int32 `[rows, nb, codes]`, of bytes u8 `[rows, nb, bytes]`.
+    codes_in: then, how many codes lie in how many bytes.
     """
 
     levels: Array
@@ -45,6 +48,8 @@ class Spelling:
     third: str | None = None
     steps: tuple[str, ...] = ()
     shared_rows: int = 1
+    unpack: tuple[str, ...] = ()
+    codes_in: tuple[int, int] = (1, 1)
 
     @property
     def inputs(self) -> str:
@@ -93,7 +98,7 @@ _DEQUANTIZE = """
     two = Constant <value_ints = [2]> ()
     last = Constant <value_ints = [-1]> ()
     {tables}
-    index = Cast <to = 6> (codes)
+    {index}
     {values}
     {steps}
     {own_steps}
@@ -129,7 +134,7 @@ _LINEAR = """
     groups = Slice (codes_shape, one, two)
     bytes = Slice (codes_shape, two, three)
     bytes_in_row = Mul (groups, bytes)
-    width = Mul (bytes_in_row, planes)
+    {width}
     k_number = Constant <value_int: int = @k> ()
     k_vector = Reshape (k_number, one)
     x_shape = Shape (x)
@@ -157,7 +162,7 @@ _LINEAR = """
         begin = Reshape (start, one)
         end = Add (begin, rows_in_block)
         packed = Slice (codes, begin, end, zero)
-        index = Cast <to = 6> (packed)
+        {index}
         {planes_text}
         {own_steps}
         column = Unsqueeze (row_steps, two)
@@ -207,6 +212,7 @@ def dequantize_function(name: str, opset: int, spelling: Spelling) -> ir.Functio
         opset=opset,
         inputs=spelling.inputs,
         tables=_constants(spelling.tables),
+        index=_index(spelling, "codes"),
         values=_text([*planes, values]),
         steps=_text(spelling.step_lines()),
         own_steps=_text(rows),
@@ -249,14 +255,37 @@ def linear_function(name: str, opset: int, spelling: Spelling) -> ir.Function:
         opset=opset,
         inputs=spelling.inputs,
         rows=ROWS,
-        planes=spelling.planes,
+        planes=spelling.codes_in[0] if spelling.unpack else spelling.planes,
         tables=_constants(spelling.tables),
+        index=_index(spelling, "packed"),
+        width=_width(spelling),
         columns="columns = Identity (padded)" if natural else _text(_COLUMNS),
         steps=_text(spelling.step_lines()),
         planes_text=_text(planes),
         own_steps=_text(_OWN_STEPS[spelling.shared_rows]),
     )
     return _parsed(text, spelling)
+
+
+def _index(spelling: Spelling, packed: str) -> str:
+    """`index`, int32: the bytes of `packed`, or the codes in them where they lie across bytes."""
+    if not spelling.unpack:
+        return f"index = Cast <to = 6> ({packed})"
+    renamed = [] if packed == "packed" else [f"packed = Identity ({packed})"]
+    return _text([*renamed, *spelling.unpack])
+
+
+def _width(spelling: Spelling) -> str:
+    """`width`: the codes in a row, padding included."""
+    if not spelling.unpack:
+        return "width = Mul (bytes_in_row, planes)"
+    return _text(
+        [
+            f"bytes_in_word = Constant <value_ints = [{spelling.codes_in[1]}]> ()",
+            "words_in_row = Div (bytes_in_row, bytes_in_word)",
+            "width = Mul (words_in_row, planes)",
+        ]
+    )
 
 
 def _plane_lines(spelling: Spelling) -> list[str]:

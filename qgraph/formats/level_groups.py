@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -46,10 +47,11 @@ class Scales(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LevelGroups(Format):
-    """Codes of 4 or 8 bits that stand for the levels of a table.
+    """Codes of up to 8 bits that stand for the levels of a table.
 
     What a subclass gives: the table, how scales are chosen (`_scales`), stored (`_scale_specs`,
-    `_pack_scales`, `_unpack_scales`) and read by the ONNX functions (`_spelling`).
+    `_pack_scales`, `_unpack_scales`) and read by the ONNX functions (`_spelling`). Codes that do
+    not fill bytes also give `_blocks`, `_pack_bits` and `_unpack_bits`.
     """
 
     symmetric: bool = True
@@ -174,7 +176,7 @@ class LevelGroups(Format):
     def _reach(self, weight: QuantizedWeight) -> float:
         """The largest error in units of the scale, float arithmetic included."""
         ordered = np.sort(self.levels[np.isfinite(self.levels)])
-        short = float(np.finfo(weight.scales.dtype).eps) / 2
+        short = float(ml_dtypes.finfo(weight.scales.dtype).eps) / 2
         beyond = max(self._clip, self.top * short)
         return max(float(np.diff(ordered).max()) / 2, beyond) + self.top * 2.0**-20
 
@@ -193,7 +195,7 @@ class LevelGroups(Format):
             wide = padded(codes[tile], nb * width * 8 // self.bits, self._zero)
             if places is not None:
                 wide = np.take(wide.reshape(-1, len(places)), places, axis=1).reshape(wide.shape)
-            pack_bits(wide, self.bits, packed[tile])
+            self._pack_bits(wide, packed[tile])
         return packed.reshape(n, nb, width)
 
     def unpack(
@@ -207,12 +209,20 @@ class LevelGroups(Format):
         places = self._places(width)
         back = None if places is None else np.argsort(places)
         for tile in tiles(n, k):
-            wide = unpack_bits(packed[tile], self.bits)
+            wide = self._unpack_bits(packed[tile])
             if back is not None:
                 wide = np.take(wide.reshape(-1, len(back)), back, axis=1).reshape(wide.shape)
             codes[tile] = wide[:, :k]
         scales = self._unpack_scales(parts, n, nb)
         return QuantizedWeight(codes, scales.values, None, scales.more)
+
+    def _pack_bits(self, codes: Array, out: Array) -> None:
+        """Put u8 `[n, m]`, each below 2^bits, into u8 `[n, bytes]`; m fills whole blocks."""
+        pack_bits(codes, self.bits, out)
+
+    def _unpack_bits(self, packed: Array) -> Array:
+        """The inverse of `_pack_bits`."""
+        return unpack_bits(packed, self.bits)
 
     def _places(self, width: int) -> Array | None:
         """Which element lies where in a block, low halves of bytes first; None for their order."""

@@ -1,4 +1,4 @@
-"""How far a linear's outputs can move when its weight is quantized."""
+"""How far a linear's outputs can be off: by its quantized weight, and by its kernel."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from qgraph.formats.base import Array, Format
 
 UNIT_ROUNDOFF = 2.0**-24
 """Of float32: the largest relative error of one rounding."""
+_HALF_STEP = 1 / 254
+"""Of int8 activations, relative to the largest of their block: half of 1/127."""
 
 
 def output_error_bound(
@@ -23,9 +25,7 @@ def output_error_bound(
 ) -> NDArray[np.float64]:
     """A bound on |y′ − y|, float64 `[…, N]`: y = x·Wᵀ exactly, y′ with W quantized, in floats.
 
-    |y′ − y| ≤ Δ|x| + γ_K (|W| + Δ)|x|, with Δ = |W − Ŵ| elementwise and γ_K = K·u/(1 − K·u): the
-    weight's own error, and that of a product of length K summed in any order (Higham, "Accuracy
-    and Stability of Numerical Algorithms", section 3.1).
+    `product_bound` with the γ_K of sums in floats, Ŵ being what `fmt` makes of W.
 
     Args:
         weight: W, float32 `[N, K]`.
@@ -41,11 +41,45 @@ def output_error_bound(
     n, k = weight.shape
     if x.shape[-1:] != (k,):
         raise InputError(f"activations {list(x.shape)} do not fit a weight [{n}, {k}]")
+    gamma = summation_error(k, unit_roundoff)
+    quantized = fmt.dequantize(fmt.fitted_to(weight).quantize(weight, scale_dtype))
+    return product_bound(weight, quantized, x, gamma)
+
+
+def summation_error(k: int, unit_roundoff: float = UNIT_ROUNDOFF) -> float:
+    """γ_K = K·u/(1 − K·u): the error of a sum of K products in any order, relative to Σ|w||x|.
+
+    Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1.
+
+    Raises:
+        InputError: K·u ≥ 1.
+    """
     if k * unit_roundoff >= 1:
         raise InputError(f"K = {k} is too long for sums with a unit roundoff of {unit_roundoff:g}")
-    gamma = k * unit_roundoff / (1 - k * unit_roundoff)
-    quantized = fmt.dequantize(fmt.fitted_to(weight).quantize(weight, scale_dtype))
+    return k * unit_roundoff / (1 - k * unit_roundoff)
+
+
+def product_bound(
+    weight: Array, quantized: Array, x: Array, gamma: float, block: int | None = None
+) -> NDArray[np.float64]:
+    """A bound on |y′ − x·Wᵀ|, float64 `[…, N]`, where y′ is x·Ŵᵀ as a kernel computes it.
+
+    Δ|x| + γ(|W| + Δ)|x|, Δ = |W − Ŵ| elementwise: the weight's own error, and the kernel's. With
+    Ŵ for W it is the kernel's alone.
+
+    Args:
+        weight, quantized: W and Ŵ, `[N, K]`.
+        x: `[…, K]`.
+        gamma: the kernel's error relative to Σ|w||x|: see `summation_error`.
+        block: where activations are rounded to int8, how many share a scale (0 for all K): that
+            adds half a step of each, max|x|/254 over its block, times |Ŵ|.
+    """
     plain, sizes = weight.astype(np.float64), np.abs(x).astype(np.float64)
     delta = np.abs(plain - quantized)
     bound: NDArray[np.float64] = sizes @ (delta + gamma * (np.abs(plain) + delta)).T
+    if block is not None:
+        starts = np.arange(0, weight.shape[1], block or weight.shape[1])
+        largest = np.maximum.reduceat(sizes, starts, axis=-1)
+        reach = np.add.reduceat(np.abs(quantized.astype(np.float64)), starts, axis=1)
+        bound += _HALF_STEP * (largest @ reach.T)
     return bound

@@ -218,7 +218,7 @@ def linear(
     from qgraph.runtimes.torch import triton_fp8, triton_matvec, triton_tiles
 
     if backend == FP8_TILES:
-        assert isinstance(kind, reference.LevelCodes)
+        assert not isinstance(kind, reference.IntegerCodes)
         with _current(x):
             return triton_fp8.linear(x, codes, scales, bias, k, kind)
     kernel = triton_matvec if backend == MATVEC else triton_tiles

@@ -39,7 +39,9 @@ def rules(device: str, available: bool) -> tuple[KernelRule, ...]:
             origin=origin, by_rows=ladder,
         ),
         KernelRule(GATHER_BLOCK_QUANTIZED, provider, _FLOATS, _BITS, BLOCKS, origin=origin),
-        KernelRule(OWN_LINEAR, provider, _FLOATS, _BITS, numbers=_others(), origin=origin),
+        KernelRule(
+            OWN_LINEAR, provider, _FLOATS, tuple(range(1, 9)), numbers=_others(), origin=origin
+        ),
     )  # fmt: skip
 
 

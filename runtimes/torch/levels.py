@@ -7,16 +7,21 @@ kind has a torch reference, and kernels, for free.
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qgraph.errors import InputError
 
+if TYPE_CHECKING:
+    from qgraph.formats.level_functions import Spelling
+
 Order = Literal["low", "high", "halves"]
 Numbers = Literal["table", "e2m1", "e4m3", "e5m2"]
 Steps = Literal["float", "e8m0", "e4m3", "table"]
+Third = Literal["tensor", "nested"]
+_THIRD: dict[str | None, Third | None] = {None: None, "tensor": "tensor", "nested": "nested"}
 
 
 class LevelCodes(NamedTuple):
@@ -30,7 +35,7 @@ class LevelCodes(NamedTuple):
     """The kind of levels, "table" for those that have no name of their own."""
     steps: Steps
     """The kind of scales: floats, or bytes of that kind."""
-    third: Literal["tensor", "nested"] | None
+    third: Third | None
     """What scales are multiplied by: a float for the tensor, or scale and mean for 256 of them."""
     shared_rows: int
     """Rows that share their scales: 1, 128, or 0 for all."""
@@ -39,34 +44,39 @@ class LevelCodes(NamedTuple):
 @functools.cache
 def level_codes(layout: str) -> LevelCodes | None:
     """The layout of levels called `layout`, or None if it is none."""
+    spelling = _spelling(layout)
+    if spelling is None or spelling.unpack or spelling.third not in _THIRD:
+        return None
     from qgraph.formats import small_floats
+
+    numbers: dict[int, Numbers] = {
+        id(small_floats.E2M1): "e2m1",
+        id(small_floats.E4M3): "e4m3",
+        id(small_floats.E5M2): "e5m2",
+    }
+    steps: dict[int, Steps] = {
+        id(None): "float",
+        id(small_floats.E8M0): "e8m0",
+        id(small_floats.E4M3): "e4m3",
+    }
+    return LevelCodes(
+        layout,
+        8 // spelling.planes,
+        spelling.order,
+        numbers.get(id(spelling.levels), "table"),
+        steps.get(id(spelling.scale_levels), "table"),
+        _THIRD[spelling.third],
+        spelling.shared_rows,
+    )
+
+
+def _spelling(layout: str) -> Spelling | None:
+    """How the format of a layout of levels spells itself."""
     from qgraph.formats.base import named
     from qgraph.formats.level_groups import LevelGroups
 
     found = named(f"Dequantize{layout}")
-    if not isinstance(found, LevelGroups):
-        return None
-    spelling = found._spelling()
-    third = spelling.third
-    if third not in (None, "tensor", "nested"):
-        return None
-    numbers: Numbers = "table"
-    if spelling.levels is small_floats.E2M1:
-        numbers = "e2m1"
-    elif spelling.levels is small_floats.E4M3:
-        numbers = "e4m3"
-    elif spelling.levels is small_floats.E5M2:
-        numbers = "e5m2"
-    steps: Steps = "table"
-    if spelling.scale_levels is None:
-        steps = "float"
-    elif spelling.scale_levels is small_floats.E8M0:
-        steps = "e8m0"
-    elif spelling.scale_levels is small_floats.E4M3:
-        steps = "e4m3"
-    return LevelCodes(
-        layout, found.bits, spelling.order, numbers, steps, third, spelling.shared_rows
-    )
+    return found._spelling() if isinstance(found, LevelGroups) else None
 
 
 @functools.cache
@@ -148,12 +158,8 @@ def check(kind: LevelCodes, scales: Tensor, third: Tensor | None, n: int, blocks
 @functools.cache
 def _tables(layout: str) -> tuple[Tensor, Tensor | None]:
     """The levels of codes and of scales."""
-    from qgraph.formats.base import named
-    from qgraph.formats.level_groups import LevelGroups
-
-    found = named(f"Dequantize{layout}")
-    assert isinstance(found, LevelGroups)
-    spelling = found._spelling()
+    spelling = _spelling(layout)
+    assert spelling is not None
     with torch.inference_mode(False):
         scales = spelling.scale_levels
         return torch.tensor(spelling.levels), None if scales is None else torch.tensor(scales)

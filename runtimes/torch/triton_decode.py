@@ -7,9 +7,9 @@ columns of x that are read in it. Rows that are not whole 16 bytes long, rare ou
 padded once (`Words.of`).
 
 An integer becomes a float without a conversion instruction: 2^23 + q has q in its lowest bits.
-Small floats are shifted to where float32 has its sign, exponent and mantissa, and multiplied by
-the power of two between the biases, subnormals included. Other levels are looked up in a table,
-whose 64 bytes stay in the L1 cache.
+Small floats are shifted to where float32 has its exponent and mantissa, with an arithmetic shift
+that leaves the sign where it is, and multiplied by the power of two between the biases,
+subnormals included. Other levels are looked up in a table in shared memory.
 """
 
 from __future__ import annotations
@@ -127,11 +127,10 @@ def rounded(values: tl.tensor, like: tl.tensor, INTERPRETED: tl.constexpr) -> tl
 
 
 @triton.jit
-def e4m3(codes: tl.tensor) -> tl.tensor:
-    """float32 of E4M3 codes in the lowest bytes of int32, whose other bytes may hold anything."""
-    magnitude = codes & 0x7F
-    value = ((magnitude << 20) | ((codes & 0x80) << 24)).to(tl.float32, bitcast=True)
-    return tl.where(magnitude == 0x7F, float("nan"), value * 1.329227995784916e36)  # 2^120
+def e4m3(top: tl.tensor) -> tl.tensor:
+    """float32 of E4M3 codes in the highest bytes of int32, whose other bytes may hold anything."""
+    value = ((top >> 4) & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    return tl.where(tl.abs(value) > 448.0, float("nan"), value)
 
 
 @triton.jit
@@ -165,7 +164,7 @@ def load_scales(
         bits = tl.where(byte == 0, 1 << 22, tl.where(byte == 255, 0x7FC00000, byte << 23))
         steps = bits.to(tl.float32, bitcast=True)
     else:
-        steps = e4m3(stored.to(tl.int32))
+        steps = e4m3(stored.to(tl.int32) << 24)
     if HAS_TENSOR:
         steps = steps * tl.load(tensor).to(tl.float32)
     return steps
@@ -173,19 +172,29 @@ def load_scales(
 
 @triton.jit
 def level(
-    codes: tl.tensor, table: tl.tensor, BITS: tl.constexpr, NUMBERS: tl.constexpr
+    packed: tl.tensor,
+    place: tl.tensor,
+    table: tl.tensor,
+    BITS: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ) -> tl.tensor:
-    """float32 levels of the codes in the lowest bits of int32, the others may hold anything."""
-    if NUMBERS == 2:
-        bits = ((codes & 7) << 22) | ((codes & 8) << 28)
-        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-    elif NUMBERS == 3:
-        return e4m3(codes)
-    elif NUMBERS == 4:
-        half = ((codes & 0xFF) << 8).to(tl.int16).to(tl.float16, bitcast=True)
-        return half.to(tl.float32)
+    """float32 levels of the codes at bit `place` of int32 words."""
+    if NUMBERS > 1:
+        top = packed << (32 - BITS - place)
+        if NUMBERS == 2:
+            bits = (top >> 6) & -0x7E400000
+            return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+        elif NUMBERS == 3:
+            return e4m3(top)
+        else:
+            half = ((top >> 16) & 0xFF00).to(tl.int16).to(tl.float16, bitcast=True)
+            return half.to(tl.float32)
     else:
-        return tl.load(table + (codes & ((1 << BITS) - 1)))
+        size: tl.constexpr = 1 << BITS
+        codes = (packed >> place) & (size - 1)
+        # Not by tl.load: pipelined, it would stage each level through shared memory by itself.
+        held = tl.load(table + tl.arange(0, size))
+        return tl.reshape(tl.gather(held, tl.reshape(codes, [codes.numel]), 0), codes.shape)
 
 
 @triton.jit
@@ -257,12 +266,11 @@ def dequantized(
     steps = load_scales(
         scales, zeros, rows, live, blocks, block, inside, STEPS, SHARED, HAS_TENSOR
     )  # fmt: skip
-    shifts = tl.arange(0, 32 // BITS) * BITS
-    fields = packed[:, :, None] >> shifts[None, None, :]
+    places = (tl.arange(0, 32 // BITS) * BITS)[None, None, :]
     if NUMBERS > 0:
-        values = level(fields, table, BITS, NUMBERS)
+        values = level(packed[:, :, None], places, table, BITS, NUMBERS)
     else:
-        fields = fields & ((1 << BITS) - 1)
+        fields = (packed[:, :, None] >> places) & ((1 << BITS) - 1)
         values = (fields | 0x4B000000).to(tl.float32, bitcast=True)
         if ZEROS == 0:
             values = values - (8388608.0 + (1 << (BITS - 1)))

@@ -5,8 +5,9 @@ BLOCK_N rows of W, and the loads of one row are contiguous. Integers are read wh
 their half word, as 2^23 + q·2^place, the power taken back on the activation (exactly), so a
 weight costs three instructions: and-or, subtract, multiply-add. Zero points act on sums of
 activations, once a word. Levels of other formats cost what `triton_decode.level` does. Scales
-multiply the sum over a word. Accumulation is float32. Where N alone does not fill the device, K
-is split; the parts are added in a fixed order by a second kernel: the result is deterministic.
+multiply the sum over a word, or over a row that has one. Accumulation is float32. Where N alone
+does not fill the device, K is split; the parts are added in a fixed order by a second kernel: the
+result is deterministic.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def field(
     Levels as they are.
     """
     if NUMBERS > 0:
-        return level(packed >> (CODE * BITS), table, BITS, NUMBERS)
+        return level(packed, CODE * BITS, table, BITS, NUMBERS)
     place: tl.constexpr = CODE * BITS % 16
     unit: tl.constexpr = 1 << place
     half = packed >> 16 if CODE * BITS >= 16 else packed
@@ -116,6 +117,7 @@ def matvec_kernel(
     ORDER: tl.constexpr,
     STEPS: tl.constexpr,
     SHARED: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     X16: tl.constexpr,
     BFLOAT: tl.constexpr,
@@ -135,16 +137,22 @@ def matvec_kernel(
     pairs: tl.constexpr = 16 // BITS
     empty = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
     acc = (empty,) * ROWS
+    HAS_TENSOR: tl.constexpr = NUMBERS > 0 and ZEROS > 0
+    if ONE_BLOCK:
+        one = tl.arange(0, 1)
+        steps = load_scales(
+            scales, zeros, rows, live, blocks, one, one == 0, STEPS, SHARED, HAS_TENSOR
+        )
     for start in tl.range(split * BLOCK_W, words, splits * BLOCK_W, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK_W)
         inside = at < words
         where = rows[:, None] * (stride4 * 4) + at[None, :]
         packed = tl.load(codes + where, mask=live[:, None] & inside[None, :], other=0)
         block = at // WORDS_IN_BLOCK
-        steps = load_scales(
-            scales, zeros, rows, live, blocks, block, inside, STEPS, SHARED,
-            NUMBERS > 0 and ZEROS > 0,
-        )  # fmt: skip
+        if not ONE_BLOCK:
+            steps = load_scales(
+                scales, zeros, rows, live, blocks, block, inside, STEPS, SHARED, HAS_TENSOR
+            )
         points = empty
         if NUMBERS == 0 and ZEROS > 0:
             points = load_zeros(zeros, rows, live, zeros_stride, block, inside, BITS, ZEROS)
@@ -175,10 +183,12 @@ def matvec_kernel(
             part = sums[row]
             if NUMBERS == 0 and ZEROS == 1:
                 part -= (points - (1 << (BITS - 1))) * totals[row][None, :]
-            new_acc = appended(new_acc, acc[row] + part * steps)
+            if not ONE_BLOCK:
+                part *= steps
+            new_acc = appended(new_acc, acc[row] + part)
         acc = new_acc
     for row in tl.static_range(ROWS):
-        y = tl.sum(acc[row], axis=1)
+        y = tl.sum(acc[row] * steps if ONE_BLOCK else acc[row], axis=1)
         if HAS_BIAS:
             y += tl.load(bias + rows, mask=live, other=0).to(tl.float32)
         tl.store(out + (split * ROWS + row) * n + rows, rounded(y, out, INTERPRETED), mask=live)
@@ -232,6 +242,7 @@ def linear(
             n=n,
             splits=config.splits,
             **constants,
+            ONE_BLOCK=codes.shape[1] == 1,
             X16=pairs,
             BFLOAT=x.dtype == torch.bfloat16,
             ROWS=m,

@@ -1,8 +1,9 @@
-"""int4 linears of the torch runtime against bfloat16 and against torch's own int4 kernel.
+"""Quantized linears of the torch runtime against bfloat16 and against torch's own int4 kernel.
 
     python tests/benchmarks/torch_linear.py [--out FILE.json] [--seconds 180]
 
-The linears of Llama 3.1 8B, groups of 128, M in 1 to 128. On an NVIDIA GPU each measurement is a
+The linears of Llama 3.1 8B in int4, groups of 128, M in 1 to 128; on a GPU the widest one in FP8,
+NF4, MXFP4, MXFP8 and NVFP4 too. On an NVIDIA GPU each measurement is a
 CUDA graph over at least 8 copies of the weight, together over four times the L2 cache, timed with
 CUDA events; the share of bandwidth is against a device copy timed in the same run. Past M = 64 it
 also finds from where dequantizing first is faster, and leaves that to the autotune file. Without a
@@ -22,16 +23,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch import Tensor
 from torch.nn.functional import linear as float_linear
 
 import qgraph
+from qgraph.formats.base import PartSpec, parse
 from qgraph.runtimes.torch import autotune, backends
 from qgraph.runtimes.torch.backends import Case
 
 RESULT = Path(__file__).parent / "results" / "torch_linear.json"
 ROWS = (1, 4, 16, 32, 64, 128)
+INT4 = "int4:group=128"
+LEVELS = (
+    "fp8-e4m3", "fp8-e4m3:scale=block", "fp8-e5m2", "nf4", "nf4:double=true", "mxfp4",
+    "mxfp4:order=halves", "mxfp8", "nvfp4",
+)  # fmt: skip
 CROSSINGS = (128, 256, 512, 1024)
 GROUP, COPIES = 128, 8
 SHAPES = {
@@ -49,46 +57,66 @@ Product = Callable[[int], Tensor]
 class Weights:
     """Copies of one weight in every form that is timed."""
 
-    def __init__(self, n: int, k: int, dtype: torch.dtype) -> None:
-        self.n, self.k, self.dtype = n, k, dtype
-        codes = torch.randint(0, 256, (n, k // GROUP, GROUP // 2), dtype=torch.uint8)
-        scales = (torch.rand(n, k // GROUP) / 100).to(dtype)
-        self.bytes = codes.numel() + scales.numel() * scales.element_size()
+    def __init__(self, text: str, n: int, k: int, dtype: torch.dtype) -> None:
+        fmt = parse(text)
+        self.name, self.n, self.k, self.dtype = fmt.name, n, k, dtype
+        self.layout = fmt.function_name.removeprefix("Dequantize")
+        specs = fmt.parts(n, k, ir.DataType.FLOAT, fmt.default_layout).values()
+        parts = [self._random(spec) for spec in specs]
+        self.bytes = sum(part.numel() * part.element_size() for part in parts)
         cache = torch.cuda.get_device_properties(0).L2_cache_size if CUDA else 0
         self.copies = max(COPIES, -(-4 * cache // self.bytes))
-        self.parts = [(codes.to(DEVICE), scales.to(DEVICE)) for _ in range(self.copies)]
-        w = backends.dequantize(*self.parts[0], None, k, "Int4V1", dtype)
+        self.parts = [self._on_device(parts) for _ in range(self.copies)]
+        w = backends.dequantize(*self.parts[0], k, self.layout, dtype)
         self.floats = [w.clone() for _ in range(COPIES)]
-        self.torch_int4 = [self._torch_int4(*part) for part in self.parts] if CUDA else []
+        ints = CUDA and text == INT4
+        self.torch_int4 = [self._torch_int4(*part[:2]) for part in self.parts] if ints else []
+
+    def case(self, m: int) -> tuple[Tensor, Case]:
+        """An activation of M = `m` rows, and what the rule sees."""
+        x = torch.randn(m, self.k, device=DEVICE).to(self.dtype)
+        return x, Case.of(x, *self.parts[0], self.k, self.layout)
 
     def products(self, m: int) -> dict[str, Product]:
         """What is timed at M = `m`: the product with copy number i."""
-        x = torch.randn(m, self.k, device=DEVICE).to(self.dtype)
-        case = Case.of(x, *self.parts[0], None, self.k, "Int4V1")
+        x, case = self.case(m)
+        chosen = backends.choose(case, m)
         found: dict[str, Product] = {
             "float": lambda i: float_linear(x, self.floats[i % COPIES]),
-            "int4": lambda i: self._ours(x, i, backends.choose(case, m)),
+            self.name: lambda i: self._ours(x, i, chosen),
         }
-        if CUDA:
+        if self.torch_int4:
             found["torch int4"] = lambda i: torch.ops.aten._weight_int4pack_mm(
                 x, self.torch_int4[i][0], GROUP, self.torch_int4[i][1]
             )
-            return found
-        other = backends.BY_ROWS if backends.choose(case, m) != backends.BY_ROWS else None
-        if other:
-            found[other] = lambda i: self._ours(x, i, other)
+        if not CUDA and chosen != backends.BY_ROWS:
+            found[backends.BY_ROWS] = lambda i: self._ours(x, i, backends.BY_ROWS)
         return found
 
     def crossing(self, m: int) -> dict[str, Product]:
         """Tiles, and dequantizing first, at M = `m`."""
-        x = torch.randn(m, self.k, device=DEVICE).to(self.dtype)
+        x, _ = self.case(m)
+        tiles = backends.FP8_TILES if self.layout.startswith("Fp8") else backends.TILES
         return {
             name: lambda i, name=name: self._ours(x, i, name)
-            for name in (backends.TILES, backends.REFERENCE)
+            for name in (tiles, backends.REFERENCE)
         }
 
     def _ours(self, x: Tensor, i: int, backend: str) -> Tensor:
-        return backends.linear(x, *self.parts[i], None, None, self.k, "Int4V1", backend)
+        codes, scales, third = self.parts[i]
+        return backends.linear(x, codes, scales, third, None, self.k, self.layout, backend)
+
+    def _random(self, spec: PartSpec) -> Tensor:
+        """Bytes that are no NaN in any format, or floats."""
+        if spec.dtype == ir.DataType.UINT8:
+            return torch.randint(0, 120, spec.shape, dtype=torch.uint8)
+        return torch.rand(spec.shape) / 100
+
+    def _on_device(self, parts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        codes, scales, *rest = (part.to(DEVICE, copy=True) for part in parts)
+        if self.layout == "Int4V1":
+            scales = scales.to(self.dtype)
+        return codes, scales, rest[0] if rest else None
 
     def _torch_int4(self, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         swapped = (codes << 4 | codes >> 4).view(self.n, -1)  # high bits first
@@ -146,32 +174,42 @@ def measure(deadline: float, copy: float) -> Iterator[dict[str, Any]]:
     """A row for each dtype, shape and M; one with "skipped" for what there was no time for."""
     dtypes = (torch.bfloat16,) if CUDA else (torch.bfloat16, torch.float32)
     for dtype in dtypes:
-        for name, (n, k) in SHAPES.items():
-            n, k = (n, k) if CUDA else (n // 4, k // 4)
-            head = {"linear": name, "n": n, "k": k, "dtype": str(dtype).removeprefix("torch.")}
-            if time.monotonic() > deadline:
-                yield {**head, "skipped": "no time left"}
-                continue
-            weights = Weights(n, k, dtype)
-            for m in ROWS:
-                yield {**head, "m": m, **_row(weights, m, copy)}
-            if CUDA:
-                yield {**head, "dequantize_from": _crossing(weights, deadline)}
+        for name in SHAPES:
+            yield from _rows(INT4, name, dtype, deadline, copy)
+    if CUDA:
+        for text in LEVELS:
+            yield from _rows(text, "down", torch.bfloat16, deadline, copy)
+
+
+def _rows(
+    text: str, name: str, dtype: torch.dtype, deadline: float, copy: float
+) -> Iterator[dict[str, Any]]:
+    n, k = SHAPES[name] if CUDA else (size // 4 for size in SHAPES[name])
+    head = {"format": text, "linear": name, "n": n, "k": k}
+    head["dtype"] = str(dtype).removeprefix("torch.")
+    if time.monotonic() > deadline:
+        yield {**head, "skipped": "no time left"}
+        return
+    weights = Weights(text, n, k, dtype)
+    for m in ROWS:
+        yield {**head, "m": m, **_row(weights, m, copy)}
+    if CUDA:
+        yield {**head, "dequantize_from": _crossing(weights, deadline)}
 
 
 def _row(weights: Weights, m: int, copy: float) -> dict[str, Any]:
-    x = torch.empty(m, weights.k, device=DEVICE, dtype=weights.dtype)
-    case = Case.of(x, *weights.parts[0], None, weights.k, "Int4V1")
+    x, case = weights.case(m)
+    ours = weights.name
     times = {
         name: seconds(product, weights.copies) for name, product in weights.products(m).items()
     }
     moved = weights.bytes + m * (weights.n + weights.k) * x.element_size()
-    ratios = {f"{name} / int4": times[name] / times["int4"] for name in times if name != "int4"}
+    ratios = {f"{name} / {ours}": times[name] / times[ours] for name in times if name != ours}
     return {
         "backend": backends.choose(case, m),
         "microseconds": {name: round(value * 1e6, 2) for name, value in times.items()},
         "ratios": {name: round(value, 3) for name, value in ratios.items()},
-        "share_of_copy": round(moved / times["int4"] / copy, 3),
+        "share_of_copy": round(moved / times[ours] / copy, 3),
     }
 
 
@@ -181,9 +219,9 @@ def _crossing(weights: Weights, deadline: float) -> int | None:
         if time.monotonic() > deadline:
             return None
         times = {name: seconds(p, COPIES) for name, p in weights.crossing(m).items()}
-        if times[backends.REFERENCE] < times[backends.TILES]:
-            x = torch.empty(m, weights.k, device=DEVICE, dtype=weights.dtype)
-            case = Case.of(x, *weights.parts[0], None, weights.k, "Int4V1")
+        tiles = next(name for name in times if name != backends.REFERENCE)
+        if times[backends.REFERENCE] < times[tiles]:
+            _, case = weights.case(m)
             autotune.remember_rows(case.key, m)
             return m
     return None

@@ -52,8 +52,11 @@ def test_a_pipe_gets_a_plain_table(
     assert {row[0] for row in rows} == {"embed", "fc", "head"}
     errors = [float(row[2]) for row in rows]
     assert errors == sorted(errors, reverse=True)
-    assert rows[0][3] == "#" * 30
-    assert all(len(row[3]) == round(30 * float(row[2]) / errors[0]) for row in rows[1:] if row[3:])
+    assert rows[0][-1] == "#" * 30
+    assert all(len(row[-1]) == round(30 * float(row[2]) / errors[0]) for row in rows[1:])
+    own = {row[0]: row[3:-1] for row in rows}
+    assert (len(own["embed"]), len(own["fc"]), len(own["head"])) == (0, 2, 2)
+    assert 0 < float(own["fc"][0]) < float(own["fc"][1])
     assert "comparing: 3 samples" in ran.err
 
 

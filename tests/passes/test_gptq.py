@@ -11,6 +11,7 @@ import torch
 
 from qgraph.formats.base import parse
 from qgraph.passes import gptq
+from qgraph.passes.codebook import Integers
 from qgraph.passes.moments import factor
 
 N, K = 24, 64
@@ -35,7 +36,9 @@ def gaussian(tokens: int = 256) -> np.ndarray:
 
 def nearest(weights: torch.Tensor, grid: gptq.Grid) -> torch.Tensor:
     scales, zeros = grid.columns(weights.shape[1])
-    return (torch.round(weights / scales) + zeros).clamp(grid.low, grid.high)
+    book = grid.book
+    assert isinstance(book, Integers)
+    return (torch.round(weights / scales) + zeros).clamp(book.low, book.high)
 
 
 def solved(
@@ -59,7 +62,7 @@ def test_with_a_diagonal_hessian_it_is_rounding_to_nearest() -> None:
 def test_two_columns_by_hand() -> None:
     # H = [[1, .5], [.5, 1]]: an error e of column 0 moves column 1 by +e/2 before it is rounded.
     hessian = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
-    grid = gptq.Grid(torch.ones(1, 1), torch.zeros(1, 1), -8, 7, 0)
+    grid = gptq.Grid(torch.ones(1, 1), torch.zeros(1, 1), Integers(-8, 7), 0)
     found = factor(hessian, False, 1e-9)
     assert found is not None
     weights = torch.tensor([[0.4, 0.4]])  # 0.4 → 0, error 0.4; 0.4 + 0.2 → 1
@@ -72,8 +75,9 @@ def test_two_columns_by_hand() -> None:
 def test_it_beats_rounding_on_its_own_loss(fmt: str, act_order: bool) -> None:
     weights, hessian, grid = problem(fmt, gaussian())
     codes = solved(weights, hessian, grid, act_order)
-    assert codes.min() >= grid.low
-    assert codes.max() <= grid.high
+    assert isinstance(grid.book, Integers)
+    assert codes.min() >= grid.book.low
+    assert codes.max() <= grid.book.high
     assert torch.equal(codes, codes.round())
     before = total(weights, nearest(weights, grid), grid, hessian)
     assert total(weights, codes, grid, hessian) < 0.75 * before
@@ -98,7 +102,7 @@ def test_refining_ends_where_no_single_code_can_be_bettered() -> None:
     for column in range(0, K, 7):
         for step in (-1.0, 1.0):
             other = codes.clone()
-            other[:, column] = (other[:, column] + step).clamp(grid.low, grid.high)
+            other[:, column] = (other[:, column] + step).clamp(0, 15)
             worse = gptq.loss(weights, grid.dequantize(other), hessian)
             assert (worse >= best * (1 - 1e-4)).all()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import onnx_ir as ir
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -9,6 +10,7 @@ from torch.nn.functional import pad
 import qgraph.runtimes.torch.ops  # noqa: F401  (registers them)
 from qgraph.errors import InputError
 from qgraph.runtimes.torch.onnx_ops.gathering import from_front
+from qgraph.runtimes.torch.onnx_ops.host import DTYPES
 from qgraph.runtimes.torch.table import op
 
 
@@ -98,26 +100,26 @@ def matmul_bnb4(
     training_mode: int = 0,
     transB: int = 1,
 ) -> Tensor:
-    """X · Wᵀ, or X · W without transB, with the levels of `[N, K]` in blocks of all that follow.
+    """X · Wᵀ, W `[N, K]` in blocks of elements that follow each other, across rows too.
 
-    Blocks that end within a row are dequantized before they are multiplied. training_mode is a
-    hint that changes no number.
+    Such weights are dequantized before they are multiplied. training_mode changes no number.
 
     Raises:
-        InputError: a quant_type that ONNX Runtime does not define.
+        InputError: the product of a backward pass (transB = 0), or an unknown quant_type.
     """
+    if not transB:
+        raise InputError("MatMulBnb4 with transB = 0, a backward pass, runs on ONNX Runtime alone")
     if quant_type not in (0, 1):
         raise InputError(f"MatMulBnb4: quant_type {quant_type}, wanted 0 (FP4) or 1 (NF4)")
     layout, blob = _BNB4[quant_type], codes.reshape(-1)
-    if K % block_size == 0 and transB:
+    if K % block_size == 0:
         blocks = blob.reshape(N, K // block_size, block_size // 2)
         return torch.ops.qgraph.linear(x, blocks, scales.reshape(N, -1), None, None, K, layout)
     count = -(-N * K // block_size)
     whole = pad(blob, (0, count * block_size // 2 - blob.shape[0]))
     row = whole.reshape(1, count, block_size // 2)
     flat = torch.ops.qgraph.dequantize(row, scales.reshape(1, -1), None, N * K, layout)
-    w = flat.reshape(N, K).to(x.dtype)
-    return x @ (w.t() if transB else w)
+    return x @ flat.reshape(N, K).to(x.dtype).t()
 
 
 @op("MatMulBlockQuantizedFp8Weight", domain="com.microsoft")
@@ -200,5 +202,9 @@ def dequantize(
     dtype: int,
     format: str,  # noqa: A002  (the op's word)
 ) -> Tensor:
-    """W `[N, k]`, in the dtype of the scales, which `dtype` says as long as nobody casts them."""
-    return torch.ops.qgraph.dequantize(codes, scales, zeros, k, format)
+    """W `[N, k]`, in the dtype of the scales, which `dtype` says as long as nobody casts them.
+
+    Where scales are codes, in `dtype`.
+    """
+    w = torch.ops.qgraph.dequantize(codes, scales, zeros, k, format)
+    return w if scales.is_floating_point() else w.to(DTYPES[ir.DataType(dtype)])

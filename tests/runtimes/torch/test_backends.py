@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from qgraph.errors import InputError
+from qgraph.formats.base import parse
 from qgraph.runtimes.torch import autotune, backends, repack
 from qgraph.runtimes.torch.autotune import Config
 from qgraph.runtimes.torch.backends import Case
-from tests.runtimes.torch.weights import ZEROS, error, weight
+from tests.runtimes.torch.weights import ZEROS, error, packed, weight
 
 LAYER = Case("cuda", torch.bfloat16, "Int4V1", 4, 128, "symmetric", 4096, 14336)
 
@@ -37,8 +38,46 @@ def test_the_ladder_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = dataclasses.replace(LAYER, block=12)
     assert names(odd) == [(None, "dequantize + matmul")]
     assert "blocks of 12 codes" in backends.ladder(odd)[0].why
-    other = dataclasses.replace(LAYER, format="Nf4V1", bits=0, block=0)
-    assert backends.ladder(other)[0].why == "no kernel for Nf4V1"
+    other = dataclasses.replace(LAYER, format="TrellisV1", bits=0, block=0)
+    assert backends.ladder(other)[0].why == "no kernel for TrellisV1"
+
+
+@pytest.mark.parametrize(
+    "layout,bits,block,tiles",
+    [
+        ("Fp8E4m3V1", 8, 14336, "triton fp8 tiles"),
+        ("Fp8E4m3TensorV1", 8, 14336, "triton fp8 tiles"),
+        ("Fp8E4m3BlockV1", 8, 128, "triton fp8 tiles"),
+        ("Fp8E5m2BlockV1", 8, 128, "triton fp8 tiles"),
+        ("Fp8E4m3V1", 8, 128, "triton tiles"),
+        ("Nf4V1", 4, 64, "triton tiles"),
+        ("Fp4DoubleV1", 4, 64, "triton tiles"),
+        ("Mxfp4HalvesV1", 4, 32, "triton tiles"),
+        ("Mxfp8E4m3V1", 8, 32, "triton tiles"),
+        ("Nvfp4V1", 4, 16, "triton tiles"),
+    ],
+)
+def test_the_ladder_of_levels(layout: str, bits: int, block: int, tiles: str) -> None:
+    backends.ladder.cache_clear()
+    case = dataclasses.replace(LAYER, format=layout, bits=bits, block=block)
+    assert names(case) == [
+        (8, "triton matrix-vector"), (511, tiles), (None, "dequantize + matmul"),
+    ]  # fmt: skip
+    why = backends.ladder(case)[1].why
+    assert ("_scaled_mm would round the activations" in why) == layout.startswith("Fp8")
+    cpu = dataclasses.replace(case, device="cpu")
+    assert names(cpu) == [(None, "dequantize + matmul by rows")]
+
+
+def test_gpus_that_convert_no_fp8_take_the_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(autotune, "dequantize_from", lambda key: None)
+    backends.ladder.cache_clear()
+    case = dataclasses.replace(LAYER, format="Fp8E4m3BlockV1", bits=8)
+    assert names(case)[1] == (511, "triton tiles")
+    assert "this GPU converts no FP8" in backends.ladder(case)[1].why
+    backends.ladder.cache_clear()
 
 
 def test_the_ladder_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +111,7 @@ def test_the_ladder_after_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None
         ),
         ({"bits": 8, "block": 14336, "zeros": "asymmetric"}, [(None, backends.BY_ROWS)]),
         ({"bits": 8, "block": 100, "k": 100}, [(None, backends.BY_ROWS)]),
-        ({"bits": 0, "format": "Nf4V1"}, [(None, "dequantize + matmul")]),
+        ({"bits": 0, "format": "TrellisV1"}, [(None, "dequantize + matmul")]),
     ],
 )
 def test_the_ladder_of_the_cpu(
@@ -125,6 +164,14 @@ def test_by_rows_in_several_steps(dtype: torch.dtype) -> None:
     x, bias = torch.randn(3, 2000).to(dtype), torch.randn(1100)
     y = backends.linear(x, *w.parts, bias, 2000, w.layout, backends.BY_ROWS)
     assert error(y, x, w.floats(), bias) < {2: 4e-3, 4: 1e-6}[dtype.itemsize]
+
+
+@pytest.mark.parametrize("text", ["fp8-e4m3:scale=block", "nf4:double=true", "mxfp4:order=halves"])
+def test_levels_by_rows_in_several_steps(text: str) -> None:
+    w = packed(parse(text), 1100, 2000)
+    x, bias = torch.randn(3, 2000), torch.randn(1100)
+    y = backends.linear(x, *w.parts, bias, 2000, w.layout, backends.BY_ROWS)
+    assert error(y, x, w.floats, bias) < 1e-6
 
 
 def test_repacked_weights_follow_their_tensors() -> None:

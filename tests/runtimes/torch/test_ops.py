@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -14,9 +15,19 @@ import torch
 
 from qgraph import registry
 from qgraph.errors import InputError
-from qgraph.formats.base import Layout
-from qgraph.runtimes.torch import format_function, ops
-from tests.runtimes.torch.weights import BITS, DTYPES, GROUPS, ZEROS, error, weight
+from qgraph.formats.base import Format, Layout, parse
+from qgraph.runtimes.torch import dequantize, format_function, ops
+from tests.runtimes.torch.weights import (
+    BITS,
+    DTYPES,
+    FORMATS,
+    GROUPS,
+    LEVELS,
+    ZEROS,
+    error,
+    packed,
+    weight,
+)
 
 NAMES = ("int2", "int4", "int8", "uint2", "uint4", "uint8")
 OPS = torch.ops.qgraph
@@ -92,22 +103,45 @@ def test_linear_takes_any_rank(lead: tuple[int, ...]) -> None:
     assert OPS.linear(torch.randn(*lead, 32), *w.parts, None, 32, "Int4V1").shape == (*lead, 8)
 
 
-@pytest.mark.parametrize("name", registry.names("format"))
-def test_every_format_has_a_reference(name: str) -> None:
-    """A format without a dequantize by hand runs its ONNX function, and equals numpy's."""
-    fmt = registry.load("format", name)
-    rows = np.random.default_rng(1).standard_normal((40, 256)).astype(np.float32)
-    quantized = fmt.quantize(rows, ir.DataType.FLOAT)
-    parts = list(fmt.pack(quantized, fmt.default_layout).values())
-    codes, scales, *rest = (torch.from_numpy(np.array(p, copy=True)) for p in parts)
-    third = rest[0] if rest else None
-    layout = fmt.function_name.removeprefix("Dequantize")
-    expected = torch.from_numpy(fmt.dequantize(quantized))
-    assert torch.equal(format_function.dequantize(codes, scales, third, 256, layout), expected)
-    assert torch.equal(OPS.dequantize(codes, scales, third, 256, layout), expected)
-    x = torch.randn(3, 256)
-    y = OPS.linear(x, codes, scales, third, None, 256, layout)
-    assert error(y, x, expected) < 1e-6
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.spell())
+@pytest.mark.parametrize("n,k", [(40, 256), (7, 33), (300, 100)])
+def test_every_format_equals_numpy(fmt: Format, n: int, k: int) -> None:
+    w = packed(fmt, n, k)
+    found = OPS.dequantize(*w.parts, k, w.layout)
+    assert torch.equal(found, w.floats)
+    assert torch.equal(format_function.dequantize(*w.parts, k, w.layout), w.floats)
+    ids = torch.tensor([[0, -1, 3], [6, 0, 1 - n]])
+    assert torch.equal(OPS.embedding(ids, *w.parts, k, w.layout), w.floats[ids])
+    x, bias = torch.randn(3, k), torch.randn(n)
+    assert error(OPS.linear(x, *w.parts, bias, k, w.layout), x, w.floats, bias) < 1e-6
+
+
+@pytest.mark.parametrize("fmt", LEVELS, ids=lambda fmt: fmt.spell())
+def test_every_code_is_read(fmt: Format) -> None:
+    """NaN and infinities as the format's function has them."""
+    w = packed(fmt, 8, 96, every_code=True)
+    found = OPS.dequantize(*w.parts, w.k, w.layout)
+    wanted = format_function.dequantize(*w.parts, w.k, w.layout)
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+    assert torch.equal(found.isnan(), wanted.isnan())
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("text", ["nf4", "nf4:double=true"])
+def test_groups_of_levels(text: str, group: int) -> None:
+    w = packed(parse(text, group=group), 9, 100)
+    assert torch.equal(OPS.dequantize(*w.parts, 100, w.layout), w.floats)
+
+
+def test_layouts_without_codes_that_torch_reads_run_their_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A format that is neither integers nor levels has a reference too."""
+    monkeypatch.setattr(dequantize, "codes_of", lambda layout: None)
+    w = packed(parse("nf4"), 9, 100)
+    assert torch.equal(OPS.dequantize(*w.parts, 100, w.layout), w.floats)
+    ids = torch.tensor([3, 8])
+    assert torch.equal(OPS.embedding(ids, *w.parts, 100, w.layout), w.floats[ids])
 
 
 def test_fp8_blocks() -> None:
@@ -191,6 +225,29 @@ A = weight(4, "asymmetric", 8, 64, 32)
 def test_bad_parts_are_named(arguments: tuple[object, ...], words: str) -> None:
     with pytest.raises(InputError) as caught:
         OPS.linear(*arguments)
+    assert words in str(caught.value)
+
+
+NVFP4, DOUBLE, BLOCKS = (
+    packed(parse(text), 130, 64) for text in ("nvfp4", "nf4:double=true", "fp8-e4m3:scale=block")
+)
+
+
+@pytest.mark.parametrize(
+    "parts,layout,words",
+    [
+        ((NVFP4.codes, NVFP4.scales.float(), NVFP4.third), "Nvfp4V1", "wanted uint8 codes of (130"),
+        ((NVFP4.codes, NVFP4.scales, None), "Nvfp4V1", "third part none: wanted (1,)"),
+        ((DOUBLE.codes, DOUBLE.scales, DOUBLE.third[:0]), "Nf4DoubleV1", "wanted (1, 2)"),  # type: ignore[index]
+        ((DOUBLE.codes, DOUBLE.scales, None), "Nf4V1", "wanted floats of (130, 1)"),
+        ((BLOCKS.codes, BLOCKS.scales[:1], None), "Fp8E4m3BlockV1", "wanted floats of (2, 1)"),
+        ((BLOCKS.codes, BLOCKS.scales[:1], NVFP4.third), "Fp8E4m3TensorV1", "(1,): wanted none"),
+        ((W.codes, W.scales, A.zeros), "Uint4FloatZeroV1", "float zero points, found uint8"),
+    ],
+)
+def test_bad_parts_of_levels_are_named(parts: Any, layout: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        OPS.dequantize(*parts, 64, layout)
     assert words in str(caught.value)
 
 

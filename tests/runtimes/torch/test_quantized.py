@@ -12,6 +12,7 @@ import torch
 
 from qgraph.errors import InputError
 from qgraph.formats.base import Layout, parse
+from qgraph.runtimes.torch.onnx_ops.quantized import dequantize
 from tests.runtimes.torch.one_node import (
     MICROSOFT,
     Case,
@@ -22,7 +23,7 @@ from tests.runtimes.torch.one_node import (
     to_torch,
     u8,
 )
-from tests.runtimes.torch.weights import error
+from tests.runtimes.torch.weights import error, packed
 
 
 def run(case: Case) -> torch.Tensor:
@@ -31,20 +32,21 @@ def run(case: Case) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("quant_type", [0, 1])
-@pytest.mark.parametrize("trans", [0, 1])
 @pytest.mark.parametrize("n,k", [(6, 64), (5, 40), (3, 33)])
-def test_matmul_bnb4_equals_onnxruntime(quant_type: int, trans: int, n: int, k: int) -> None:
+def test_matmul_bnb4_equals_onnxruntime(quant_type: int, n: int, k: int) -> None:
     """Where blocks of 32 divide rows, where they span them, and where half a byte is left."""
-    columns = k if trans else n
-    inputs = f32(2, 3, columns), u8((n * k + 1) // 2), abs(f32(-(-n * k // 32)))
-    attributes = {"K": k, "N": n, "block_size": 32, "quant_type": quant_type, "transB": trans}
+    inputs = f32(2, 3, k), u8((n * k + 1) // 2), abs(f32(-(-n * k // 32)))
+    attributes = {"K": k, "N": n, "block_size": 32, "quant_type": quant_type}
     case = Case("MatMulBnb4", inputs, attributes, MICROSOFT)
     same(run(case), run_onnxruntime(case.model(), case.feeds())[0])
 
 
-def test_matmul_bnb4_of_another_type_is_refused() -> None:
-    attributes = {"K": 64, "N": 2, "block_size": 32, "quant_type": 2}
-    with pytest.raises(InputError, match="quant_type 2, wanted 0"):
+@pytest.mark.parametrize(
+    "change,word", [({"quant_type": 2}, "quant_type 2, wanted 0"), ({"transB": 0}, "transB = 0")]
+)
+def test_what_matmul_bnb4_refuses(change: dict[str, int], word: str) -> None:
+    attributes = {"K": 64, "N": 2, "block_size": 32, "quant_type": 1, **change}
+    with pytest.raises(InputError, match=word):
         run(Case("MatMulBnb4", (f32(1, 64), u8(64), f32(4)), attributes, MICROSOFT))
 
 
@@ -99,3 +101,12 @@ def test_nvfp4_weights() -> None:
     y = run(Case(op, inputs, {}, MICROSOFT))
     w = torch.from_numpy(fmt.dequantize(quantized))
     assert error(y, torch.from_numpy(x), w, torch.from_numpy(bias)) < 6e-4
+
+
+@pytest.mark.parametrize("text,wanted", [("mxfp4", torch.float16), ("nf4", torch.float32)])
+def test_dequantized_weights_have_the_type_of_the_graph(text: str, wanted: torch.dtype) -> None:
+    """Scales that are codes do not say it."""
+    w = packed(parse(text), 9, 64)
+    found = dequantize(*w.parts, k=64, dtype=ir.DataType.FLOAT16, format=w.layout)
+    assert found.dtype == wanted
+    assert torch.equal(found, w.floats.to(wanted))

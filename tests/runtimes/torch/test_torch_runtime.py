@@ -192,6 +192,14 @@ def test_explain_says_what_runs_at_which_number_of_rows(tmp_path: Path) -> None:
     assert explanation.times["down"] > 0
 
 
+def test_a_file_with_int8_activations_is_explained_as_torch_runs_it(tmp_path: Path) -> None:
+    path, output = network(tmp_path), tmp_path / "o.onnx"
+    qgraph.optimize(path, output, format="uint4:group=32", accuracy_level=4, min_elements=1)
+    sites = {row.name: row for row in qgraph.explain(output, target="torch-cpu").sites}
+    assert sites["up"].level == 0 and sites["up"].by_rows
+    assert {row.name: row for row in qgraph.explain(output).sites}["up"].level == 4
+
+
 @no_cuda
 def test_cuda_is_planned_where_it_is_absent_but_not_run(tmp_path: Path) -> None:
     path, output = network(tmp_path), tmp_path / "o.onnx"

@@ -44,7 +44,16 @@ NVFP4 = {"ZEROS": 1, "WORDS_IN_BLOCK": 2, "NUMBERS": 2, "STEPS": 2}
 MXFP8 = {**MXFP4, "BITS": 8, "WORDS_IN_BLOCK": 8, "NUMBERS": 4}
 FP8 = {"BITS": 8, "ZEROS": 0, "WORDS_IN_BLOCK": 1024, "NUMBERS": 3}
 LAUNCH = {"HAS_BIAS": True, "STAGES": 3, "INTERPRETED": False}
-MATVEC = {**LAYOUT, **LAUNCH, "X16": True, "BFLOAT": True, "ROWS": 1, "BLOCK_N": 8, "BLOCK_W": 128}
+MATVEC = {
+    **LAYOUT,
+    **LAUNCH,
+    "X16": True,
+    "BFLOAT": True,
+    "ONE_BLOCK": False,
+    "ROWS": 1,
+    "BLOCK_N": 8,
+    "BLOCK_W": 128,
+}
 TILES = {**LAYOUT, **LAUNCH, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_W": 8}
 KERNELS: dict[str, tuple[str, dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "decoding": (
@@ -76,7 +85,7 @@ KERNELS: dict[str, tuple[str, dict[str, str], dict[str, Any], tuple[str, ...]]] 
         "triton_matvec.matvec_kernel",
         {**LEVELS, **BF16, "x": "*i32"},
         {**MATVEC, **NF4},
-        ("fma.rn.f32", "cp.async.cg.shared.global"),
+        ("fma.rn.f32", "cp.async.cg.shared.global", "ld.shared.b32"),
     ),
     "decoding mxfp4 in halves, 2 rows": (
         "triton_matvec.matvec_kernel",
@@ -99,7 +108,7 @@ KERNELS: dict[str, tuple[str, dict[str, str], dict[str, Any], tuple[str, ...]]] 
     "decoding fp8, a scale for a row": (
         "triton_matvec.matvec_kernel",
         {**LEVELS, **BF16, "x": "*i32"},
-        {**MATVEC, **FP8},
+        {**MATVEC, **FP8, "ONE_BLOCK": True},
         ("fma.rn.f32",),
     ),
     "decoding fp8, a scale for a block": (
