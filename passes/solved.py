@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.formats.base import Array, Format, Part, QuantizedWeight
+from qgraph.formats.grouping import smallest_normal
 from qgraph.passes.rounded import WeightSource
 from qgraph.quant_tensor import Deviation
 from qgraph.sites import Weight
@@ -84,7 +85,7 @@ class SolvedSource(WeightSource):
         whole = self.block(0, self.n)
         with np.errstate(over="ignore"):
             scales = (whole.scales.astype(np.float32) * rows[:, None]).astype(whole.scales.dtype)
-        subnormal = np.abs(scales) < np.finfo(scales.dtype).smallest_normal
+        subnormal = np.abs(scales) < smallest_normal(scales.dtype)
         if not np.isfinite(scales).all() or (subnormal & (whole.scales != 0)).any():
             return None
         before = self.transform.rows

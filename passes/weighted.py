@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.formats.base import Array, Format, QuantizedWeight
+from qgraph.formats.grouping import smallest_normal
 from qgraph.passes.codebook import codebook, has_float_zeros
 from qgraph.passes.range_search import TILE, Loss, search, tiles
 
@@ -108,7 +109,7 @@ def _refitted(
     with np.errstate(over="ignore"):
         fitted = fitted.astype(found.scales.dtype)
     # Formats store normal numbers; and a zero point supposes the sign that the scale has.
-    usable = np.isfinite(fitted) & (np.abs(fitted) >= np.finfo(fitted.dtype).smallest_normal)
+    usable = np.isfinite(fitted) & (np.abs(fitted) >= smallest_normal(fitted.dtype))
     scales = np.where(usable & (np.sign(fitted) == np.sign(found.scales)), fitted, found.scales)
     shown = _shown(scales, rows)[..., None]
     codes = book.stored(book.nearest(weights / torch.where(shown == 0, 1, shown), zeros))

@@ -120,7 +120,8 @@ def test_bias_goes_along_on_cuda(tmp_path: Path) -> None:
         ("fp4", "MatMulBnb4 codes=fp4 block=64"),
         ("fp8-e5m2", "DequantizeLinear codes=e5m2"),
         ("int8-row", "MatMulNBits bits=8 block=128 level=0"),
-        ("mxfp4", "portable"),
+        ("mxfp4", "MatMulNBits bits=8 block=32 level=0"),
+        ("mxfp8", "portable"),
     ],
 )
 def test_other_formats_on_cuda(text: str, kernel: str, tmp_path: Path) -> None:

@@ -132,11 +132,21 @@ def extremes(groups: Array, work: Array, *, absolute: bool = False) -> list[Arra
 
 def as_stored(steps: Array, span: Array, stored: np.dtype[np.floating[Any]]) -> Array:
     """float32 scales as they read back from `stored`: 0 where `span` is, else never subnormal."""
-    tiny = np.float32(ml_dtypes.finfo(stored).smallest_normal)
+    tiny = np.float32(smallest_normal(stored))
     np.copyto(steps, np.copysign(tiny, steps), where=np.abs(steps) < tiny)
     steps = steps.astype(stored, copy=False).astype(np.float32, copy=False)
     np.copyto(steps, 0, where=span == 0)
     return steps
+
+
+def smallest_normal(dtype: np.dtype[Any]) -> float:
+    """Of a float type, ml_dtypes' among them."""
+    return float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
+
+
+def epsilon(dtype: np.dtype[Any]) -> float:
+    """The step behind 1 of a float type, ml_dtypes' among them."""
+    return float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
 
 
 def divisors(steps: Array) -> Array:

@@ -17,7 +17,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -37,6 +36,7 @@ from qgraph.formats.grouping import (
     check_scale_dtype,
     count_groups,
     divisors,
+    epsilon,
     extremes,
     group_tiles,
     group_views,
@@ -242,7 +242,7 @@ class IntegerGroups(Format):
         """
         low, high = self.code_range
         arithmetic = (high - low) * 2.0**-21
-        short = (high - low) * float(ml_dtypes.finfo(weight.scales.dtype).eps) / 2
+        short = (high - low) * epsilon(weight.scales.dtype) / 2
         steps = np.full(weight.scales.shape, 0.5 + arithmetic, np.float32)
         if weight.zeros is not None and self._float_zeros:
             # The zero point's own rounding moves the grid, and may clip one of its ends.

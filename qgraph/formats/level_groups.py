@@ -14,7 +14,6 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -26,6 +25,7 @@ from qgraph.formats.grouping import (
     check_scale_dtype,
     count_groups,
     divisors,
+    epsilon,
     extremes,
     group_tiles,
     group_views,
@@ -176,7 +176,7 @@ class LevelGroups(Format):
     def _reach(self, weight: QuantizedWeight) -> float:
         """The largest error in units of the scale, float arithmetic included."""
         ordered = np.sort(self.levels[np.isfinite(self.levels)])
-        short = float(ml_dtypes.finfo(weight.scales.dtype).eps) / 2
+        short = epsilon(weight.scales.dtype) / 2
         beyond = max(self._clip, self.top * short)
         return max(float(np.diff(ordered).max()) / 2, beyond) + self.top * 2.0**-20
 

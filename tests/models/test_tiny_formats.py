@@ -20,9 +20,7 @@ def cost(model: Path, fmt: str) -> float:
     """The mean KL divergence in nats; weights only, the tied head and the embedding in float."""
     options: dict[str, Any] = {"embedding": "float", "accuracy_level": 0, "check": False}
     quantized = model.with_name("quantized.onnx")
-    qgraph.optimize(
-        model, quantized, format=fmt, dequantize_at_load=True, force=True, **options
-    )
+    qgraph.optimize(model, quantized, format=fmt, dequantize_at_load=True, force=True, **options)
     found = qgraph.compare(model, quantized, tiny.batches("eval", 128, 16), sites=False)
     assert found.divergence is not None
     return found.divergence.mean
