@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from qgraph import registry
 from qgraph.capabilities import (
@@ -45,7 +44,6 @@ def rules(device: str, available: bool) -> tuple[KernelRule, ...]:
     )  # fmt: skip
 
 
-@functools.cache
 def _others() -> tuple[str, ...]:
     """The kinds of number that are no integers, of all formats."""
     found = [

@@ -380,10 +380,10 @@ def test_values_that_are_not_finite_never_warn(format_: IntegerGroups, value: fl
             np.testing.assert_array_equal(codes[[0, 1, 3]], clean[[0, 1, 3]])
 
 
-def test_scales_are_float32_or_float16() -> None:
-    with pytest.raises(InputError, match="BFLOAT16: wanted FLOAT or FLOAT16"):
-        INT4.quantize(gaussian(1, 16), ir.DataType.BFLOAT16)
-    with pytest.raises(InputError, match="DOUBLE: wanted FLOAT or FLOAT16"):
+def test_scales_are_floats_of_at_most_32_bits() -> None:
+    with pytest.raises(InputError, match="INT8: wanted FLOAT, FLOAT16 or BFLOAT16"):
+        INT4.quantize(gaussian(1, 16), ir.DataType.INT8)
+    with pytest.raises(InputError, match="DOUBLE: wanted FLOAT, FLOAT16 or BFLOAT16"):
         INT4.parts(1, 16, ir.DataType.DOUBLE, INT4.default_layout)
 
 
