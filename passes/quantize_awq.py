@@ -23,6 +23,12 @@ class Awq(Scaling):
     name: ClassVar[str] = "awq"
     needs_data: ClassVar[bool] = True
 
+    def evaluated(self, rows: int) -> int:
+        """A sample for each exponent; where that is not all, all rows for the best and for none."""
+        from qgraph.passes import awq
+
+        return awq.GRID * min(rows, awq.ROWS) + 2 * rows * (rows > awq.ROWS)
+
     def scale(
         self, problems: Sequence[Problem], ranges: Ranges | None, ties: Tensor
     ) -> tuple[Tensor, str]:

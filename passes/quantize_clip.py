@@ -16,6 +16,12 @@ class Clip(Ranges):
     name: ClassVar[str] = "clip"
     needs_data: ClassVar[bool] = True
 
+    def widths(self) -> int:
+        """See `Ranges.widths`."""
+        from qgraph.passes import clip
+
+        return len(clip.SHRINK)
+
     def search(self, problem: Problem) -> QuantizedWeight:
         """Each group's range of least output error on the calibration inputs."""
         from qgraph.passes import clip

@@ -16,6 +16,12 @@ class Hqq(Ranges):
     name: ClassVar[str] = "hqq"
     needs_data: ClassVar[bool] = False
 
+    def widths(self) -> int:
+        """See `Ranges.widths`."""
+        from qgraph.passes import hqq
+
+        return len(hqq.SHRINK)
+
     def search(self, problem: Problem) -> QuantizedWeight:
         """Each group's range from the weights alone."""
         from qgraph.passes import hqq

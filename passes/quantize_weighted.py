@@ -16,6 +16,12 @@ class Weighted(Ranges):
     name: ClassVar[str] = "weighted"
     needs_data: ClassVar[bool] = True
 
+    def widths(self) -> int:
+        """See `Ranges.widths`."""
+        from qgraph.passes import weighted
+
+        return len(weighted.SHRINK)
+
     def search(self, problem: Problem) -> QuantizedWeight:
         """Each group's range; only the diagonal of the moments is looked at."""
         from qgraph.passes import weighted

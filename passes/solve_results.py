@@ -5,21 +5,30 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qgraph._version import __version__
-from qgraph.constants import open_bytes
+from qgraph.errors import InputError
 from qgraph.formats.base import PARTS, Array, Part, parse
 from qgraph.graph import Graph
 from qgraph.passes.rounded import RoundedSource, rounded
 from qgraph.passes.solve_weights import Options, Solution
 from qgraph.passes.solved import SolvedSource, Transform
-from qgraph.plan import Decision, QuantPlan
+from qgraph.plan import UNSOLVED, Decision, QuantPlan
 from qgraph.sites import Site
 from qgraph.stages import cut
-from qgraph.work_folder import Result, WorkFolder, array_digest, digest, model_digest
+from qgraph.work_folder import (
+    HASHED,
+    WEIGHT,
+    Result,
+    WorkFolder,
+    array_digest,
+    digest,
+    model_digest,
+)
 
 if TYPE_CHECKING:
     from qgraph.calibration import Calibration
@@ -27,33 +36,91 @@ if TYPE_CHECKING:
 _TRANSFORM = ("columns", "order", "rows")
 
 
+def open_folder(
+    output: Path | None,
+    plan: QuantPlan,
+    options: Options,
+    target: str,
+    calibrated: bool,
+    *,
+    resume: bool,
+    force: bool,
+) -> WorkFolder | None:
+    """Where the results of a run are kept; None where nothing is written.
+
+    calibrated: whether there is calibration data; without it no results are kept.
+
+    Raises:
+        InputError: what lies there is in the way, or belongs to another run; or there is nothing
+            that could be kept and `resume` is asked for.
+    """
+    kept = any(item.quantized and item.solver not in UNSOLVED for item in plan.decisions)
+    if resume and (output is None or not (calibrated and kept)):
+        raise InputError(
+            "--resume: results are kept of solvers on calibration data, for a model that is "
+            "written, and this run has none: leave --resume out"
+        )
+    if output is None:
+        return None
+    work = WorkFolder(output, resume=resume, force=force)
+    if resume:
+        work.compare(asked_of(options, plan, target))
+    return work
+
+
+def identity_of(
+    options: Options, graph: Graph, plan: QuantPlan, data: Calibration, target: str
+) -> dict[str, str]:
+    """Everything that the results of a run follow from, by names that users know."""
+    return {
+        "model": HASHED + model_digest(graph.model),
+        "calibration data": HASHED + _data_digest(data),
+        **asked_of(options, plan, target),
+    }
+
+
+def asked_of(options: Options, plan: QuantPlan, target: str) -> dict[str, str]:
+    """The part of a run's identity that is known without reading weights or data."""
+    recipe = plan.recipe
+    return {
+        "qgraph version": __version__,
+        "target": target,
+        "calibration": recipe.calibration,
+        **{f"option solve.{name}": str(value) for name, value in vars(options).items()},
+        **{f"option {name}": str(value) for name, value in sorted(recipe.options.items())},
+        **{
+            f"{WEIGHT}{item.site}": f"{item.format} by {item.solver}" if item.quantized else "float"
+            for item in plan.decisions
+        },
+    }
+
+
+def _data_digest(data: Calibration) -> str:
+    parts: list[str] = []
+    for batch, mask in zip(data.batches, data.masks, strict=True):
+        names = sorted(batch)
+        parts += [*names, array_digest(batch[name] for name in names)]
+        parts.append("" if mask is None else array_digest([mask]))
+    return digest(*parts)
+
+
 def keys_of(
-    options: Options, graph: Graph, plan: QuantPlan, seen: Sequence[Site], data: Calibration
+    identity: Mapping[str, str], graph: Graph, plan: QuantPlan, seen: Sequence[Site]
 ) -> dict[str, str]:
     """A key per site: a hash over everything that its result follows from.
 
-    That is the version, the model's nodes and small constants, the calibration data, the
-    options, the site's weight and decision, and the keys of all stages before.
+    That is the run's identity without the decisions of solved sites; and the decisions of the
+    site's own stage, whose sites may share factors, and of all stages before.
     """
-    recipe = plan.recipe
-    rest = [
-        [item.site, item.format, item.solver] for item in plan.decisions if item.solver == "rtn"
-    ]
-    chain = digest(
-        __version__,
-        model_digest(graph.model),
-        array_digest(array for batch in data.batches for _, array in sorted(batch.items())),
-        repr(options),
-        json.dumps([recipe.calibration, sorted(recipe.options.items()), rest]),
-    )
+    solved = {f"{WEIGHT}{item.site}" for item in plan.decisions if item.solver != "rtn"}
+    shared = {name: value for name, value in identity.items() if name not in solved}
+    chain = digest(json.dumps(shared, sort_keys=True))
     keys: dict[str, str] = {}
     for stage in cut(graph.model, seen):
-        for site in stage.sites:
-            decision = plan[site.name]
-            assert site.weight is not None and site.dtype is not None
-            words = json.dumps([site.name, decision.format, decision.solver, site.dtype.name])
-            keys[site.name] = digest(chain, words, array_digest([open_bytes(site.weight.tensor)]))
-        chain = digest(chain, *(keys[site.name] for site in stage.sites))
+        chain = digest(
+            chain, *(f"{site.name}: {identity[WEIGHT + site.name]}" for site in stage.sites)
+        )
+        keys |= {site.name: digest(chain, site.name) for site in stage.sites}
     return keys
 
 

@@ -15,7 +15,7 @@ from qgraph.kernel_choice import best_kernel, spell_kernel
 from qgraph.passes.base import Context
 from qgraph.passes.level_check import LARGEST_ERROR, level_error
 from qgraph.passes.rounded import rounded
-from qgraph.passes.solve_results import Kept, keys_of
+from qgraph.passes.solve_results import Kept, identity_of, keys_of
 from qgraph.passes.solve_weights import Options, Solution, StageSolver, solve_alone
 from qgraph.passes.solved import Transform
 from qgraph.passes.stage_walk import SAMPLED_BATCHES, Stop, Walk
@@ -87,11 +87,15 @@ class _Solving:
         work = self.context.work
         if work is None or not self.owners:
             return
-        self.kept = Kept(work, keys_of(self.options, self.graph, self.context.plan, seen, data))
+        target, plan = self.context.capabilities.target, self.context.plan
+        identity = identity_of(self.options, self.graph, plan, data, target)
+        work.begin(identity)
+        self.kept = Kept(work, keys_of(identity, self.graph, plan, seen))
+        solved = self.context.findings.solved
         for site in self.owners:
-            found = self.kept.load(site, self.context.plan[site.name])
+            found = self.kept.load(site, plan[site.name]) if site.name not in solved else None
             if found is not None:
-                self.context.findings.solved.setdefault(site.name, found)
+                solved[site.name] = found
 
     def _is_seen(self, site: Site) -> bool:
         """Whether the walk stops at a site: a linear of the main graph that is quantized here."""

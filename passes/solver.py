@@ -64,6 +64,10 @@ class Ranges(Solver):
         return self.search(problem) if problem.fmt.free_scales else problem.nearest()
 
     @abstractmethod
+    def widths(self) -> int:
+        """How many widths of each group's range are tried; a measure of the time it takes."""
+
+    @abstractmethod
     def search(self, problem: Problem) -> QuantizedWeight:
         """The rows rounded to nearest on the ranges that were chosen."""
 
@@ -96,6 +100,10 @@ class Scaling(Solver):
     """Chooses factors for the input channels; their inverses fold into what is in front."""
 
     role: ClassVar[Role] = "scaling"
+
+    @abstractmethod
+    def evaluated(self, rows: int) -> int:
+        """How many rows are rounded and compared, for weights of `rows` rows in all."""
 
     @abstractmethod
     def scale(

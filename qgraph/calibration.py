@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,18 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from qgraph.errors import InputError
-from qgraph.feeding import Feeder, as_samples
+from qgraph.feeding import Feeder, as_samples, mask_of
 from qgraph.mixing import Reader, draw, interleaved
 from qgraph.progress import Progress, Silent
 from qgraph.sources import Calibrate, Source, Sources, find_sources
-from qgraph.text import MASK, Sample, cut_blocks, load_tokenizer, read_samples
+from qgraph.text import (
+    MASK,
+    Sample,
+    cut_blocks,
+    load_tokenizer,
+    longest_sample,
+    read_samples,
+)
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
@@ -50,13 +58,36 @@ class Calibration:
         """Tokens that count, over all batches."""
         return sum(map(_counted, self.batches, self.masks))
 
+    def seen(
+        self, statistics: Mapping[str, tuple[int, int]]
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """What a report says of it; channels that are zero on all tokens get a note.
+
+        statistics: per linear the tokens that it was solved on, and how many such channels it has.
+        """
+        dead = {site: zeros for site, (_, zeros) in statistics.items() if zeros}
+        worst = max(dead, key=lambda site: dead[site], default="")
+        note = (
+            f"calibration: {len(dead)} linears have input channels that are zero on all "
+            f"tokens, at most {dead.get(worst)} ({worst}): more, or more varied, data tells more"
+        )
+        sites = {
+            site: {"tokens": tokens, "dead_channels": zeros}
+            for site, (tokens, zeros) in statistics.items()
+        }
+        content = {"tokens": self.tokens, "sources": list(self.sources), "sites": sites}
+        return content, (note,) if dead else ()
+
 
 def _counted(batch: Arrays, mask: NDArray[np.bool_] | None) -> int:
     """Tokens that count in a batch."""
     if mask is not None:
         return int(mask.sum())
-    shapes = [array.shape for array in batch.values() if array.ndim >= 2]
-    return int(np.prod(shapes[0][:2])) if shapes else 1
+    first = next((array for array in batch.values() if array.ndim >= 2), None)
+    if first is None:
+        return 1
+    rows_of_features = first.ndim == 2 and first.dtype.kind == "f"
+    return int(np.prod(first.shape[: 1 if rows_of_features else 2]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +97,8 @@ class CalibrationData:
     source: a path, text `SOURCE@WEIGHT`, the word `self`, an array of token ids `[samples, T]`,
         an iterable of feeds, or a list of paths and (source, weight) pairs; see `find_sources`.
     samples, sequence: how many samples at most, and the tokens in a block of text.
+    folder: the folder that the model is, if it is one: its tokenizer.json is taken for texts where
+        no tokenizer is given.
 
     Raises:
         InputError: a source that is none, or a tokenizer that is missing or not needed.
@@ -75,6 +108,7 @@ class CalibrationData:
     tokenizer: Path | None = None
     samples: int = 64
     sequence: int = 512
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.sequence < 2:
@@ -83,7 +117,7 @@ class CalibrationData:
                 "1 sample of 2 tokens"
             )
         texts = [source.name for source in self.sources.found if source.kind == "text"]
-        if texts and self.tokenizer is None:
+        if texts and self.encoder is None:
             raise InputError(
                 f"the calibration text {texts[0]} needs the model's tokenizer: add --tokenizer "
                 "tokenizer.json, or give token ids in a .npz or .jsonl file"
@@ -95,6 +129,28 @@ class CalibrationData:
     def sources(self) -> Sources:
         """What `source` names."""
         return find_sources(self.source)
+
+    @property
+    def encoder(self) -> Path | None:
+        """The tokenizer.json for texts: the one that was given, else the model's own."""
+        own = self.folder / "tokenizer.json" if self.folder is not None else None
+        return self.tokenizer or (own if own is not None and own.is_file() else None)
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest sample, known before data is read.
+
+        `sequence` for text, and for feeds that come one by one.
+        """
+        return max(map(self._longest, self.sources.found))
+
+    def _longest(self, source: Source) -> int:
+        if source.kind == "file" and isinstance(source.data, Path):
+            return longest_sample(source.data, self.samples)
+        if source.kind == "feeds" and isinstance(source.data, np.ndarray | list | tuple):
+            first = itertools.islice(as_samples(source.data), self.samples)
+            return max((_counted(sample, None) for sample in first), default=0)
+        return self.sequence
 
     def load(
         self, runtime: Runtime, model: Path | ir.Model, progress: Progress | None = None
@@ -108,8 +164,8 @@ class CalibrationData:
         """
         origins, samples, notes = self._mixed(runtime, model, progress or Silent())
         feeder = Feeder(runtime, model, runtime.inputs(model))
-        feeds = [feeder.feeds(sample) for sample in samples]
-        if not feeds and self.tokenizer is not None:
+        feeds = [_fed(feeder, sample) for sample in samples]
+        if not feeds and any(source.kind == "text" for source in self.sources.found):
             raise InputError(
                 f"the calibration data holds no samples: no text has a block of {self.sequence} "
                 "tokens; give a longer text, or a smaller --sequence"
@@ -120,6 +176,14 @@ class CalibrationData:
             if number in origins
         ]
         found = collect(joined(feeds), runtime.stream)
+        if not feeder.takes(MASK):
+            batches = [{k: v for k, v in batch.items() if k != MASK} for batch in found.batches]
+            found = dataclasses.replace(found, batches=tuple(batches))
+        if not found.tokens:
+            raise InputError(
+                "the calibration data holds no tokens: all rows are empty, or padding as "
+                f"{MASK} says"
+            )
         return dataclasses.replace(found, sources=tuple(lines), notes=tuple(notes))
 
     def _mixed(
@@ -130,6 +194,8 @@ class CalibrationData:
 
         drawn = draw(self.sources.found, self.samples, self._reader())
         notes = [*self.sources.notes, *drawn.notes]
+        if self.tokenizer is None and any(item.kind == "text" for item in self.sources.found):
+            notes.append(f"calibration texts are read by the model's own tokenizer: {self.encoder}")
         streams = [iter(own) for own in drawn.samples]
         for at, source in enumerate(self.sources.found):
             if source.kind == "self" and drawn.counts[at]:
@@ -144,8 +210,8 @@ class CalibrationData:
 
         @functools.cache
         def encoder() -> Any:
-            assert self.tokenizer is not None
-            return load_tokenizer(self.tokenizer)
+            assert self.encoder is not None
+            return load_tokenizer(self.encoder)
 
         def read(source: Source) -> Iterator[Sample] | None:
             if source.data is None:
@@ -158,6 +224,27 @@ class CalibrationData:
             return iter(as_samples(ids))
 
         return read
+
+
+def _fed(feeder: Feeder, sample: Sample) -> Arrays:
+    """What the model is run on; and the mask that the data has, whether the model takes it or not.
+
+    Raises:
+        InputError: as `Feeder.feeds` and `mask_of` say.
+    """
+    found = feeder.feeds(sample)
+    if MASK not in sample or (MASK in found and not _is_flags(found[MASK])):
+        return found
+    rows = feeder.ids(sample)
+    if rows is None:
+        rows = next((found[name] for name in feeder.needed if name in found), sample[MASK])
+    mask = mask_of(sample, rows, feeder)
+    return found if MASK in found or mask is None else {**found, MASK: mask}
+
+
+def _is_flags(mask: NDArray[Any]) -> bool:
+    """Whether a mask says of each token if it counts: `[rows, T]`, no floats to add to scores."""
+    return mask.ndim == 2 and mask.dtype.kind in "biu"
 
 
 def _line(source: Source, feeds: Sequence[Arrays]) -> str:
@@ -203,7 +290,9 @@ def collect(batches: Sequence[Arrays], run: Run) -> Calibration:
 def _mask(batch: Arrays) -> NDArray[np.bool_] | None:
     """Which tokens count; None where all do."""
     mask = batch.get(MASK)
-    return None if mask is None or mask.all() else mask.astype(bool)
+    if mask is None or not _is_flags(mask) or mask.all():
+        return None
+    return mask.astype(bool)
 
 
 def rows_of(array: NDArray[Any], mask: NDArray[np.bool_] | None) -> NDArray[np.float32]:

@@ -82,7 +82,7 @@ def _from_path(path: Path, trust: bool) -> Graph:
 
     kind = torch_files.kind_of(path)
     if kind is None:
-        from qgraph.frontends.onnx_file import load
+        from qgraph.onnx_file import load
 
         return _canonical(load(path), path)
     loaded = torch_files.load(path, kind, trust)

@@ -112,18 +112,26 @@ class Feeder:
                 found[name] = positions.astype(found[name].dtype)
 
 
-def mask_of(sample: Sample, ids: NDArray[np.int64], feeder: Feeder) -> NDArray[np.bool_] | None:
+def mask_of(sample: Sample, ids: NDArray[Any], feeder: Feeder) -> NDArray[np.bool_] | None:
     """True `[rows, T]` where a token is no padding; None where the data says nothing.
 
+    ids: `[rows, T, …]`, what the mask is of.
+
     Raises:
-        InputError: the mask does not fit the tokens, or hides tokens that a model without a
-            mask input would attend to.
+        InputError: the mask does not fit the tokens, holds other than 0 and 1, or hides tokens
+            that a model without a mask input would attend to.
     """
     if MASK not in sample:
         return None
-    mask: NDArray[np.bool_] = sample[MASK] != 0
-    if mask.shape != ids.shape:
-        raise InputError(f"{MASK} has shape {mask.shape}, the tokens have {ids.shape}")
+    given = sample[MASK]
+    if given.shape != ids.shape[:2]:
+        raise InputError(f"{MASK} has shape {given.shape}, the tokens have {ids.shape[:2]}")
+    if given.dtype.kind not in "biuf" or not ((given == 0) | (given == 1)).all():
+        raise InputError(
+            f"{MASK} ({given.dtype}) holds other values than 0 and 1: wanted 1 at tokens and 0 "
+            "at padding"
+        )
+    mask: NDArray[np.bool_] = given != 0
     if not feeder.takes(MASK) and (np.diff(mask.astype(np.int8), axis=-1) > 0).any():
         raise InputError(
             f"the data has padding before tokens, and the model has no input {MASK} that "
@@ -212,6 +220,12 @@ def _fitted(array: NDArray[Any], spec: ValueSpec) -> NDArray[Any]:
         raise InputError(f"input {spec.name} is of type {spec.dtype}: wanted numbers") from None
     if array.dtype != dtype and _kind(array.dtype) != _kind(dtype):
         raise InputError(f"input {spec.name} is given as {array.dtype}, the model takes {dtype}")
+    if array.size and dtype.kind in "iu" and array.dtype.kind in "iu":
+        bounds = np.iinfo(dtype)
+        least, largest = int(array.min()), int(array.max())
+        if least < bounds.min or largest > bounds.max:
+            worst = largest if largest > bounds.max else least
+            raise InputError(f"input {spec.name} holds {worst}, which {dtype} cannot hold")
     return array.astype(dtype, copy=False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from qgraph.capabilities import (
     DEQUANTIZE_LINEAR,
@@ -76,20 +76,29 @@ def best_kernel(
         return _at_load(capabilities, site, fmt)
     wanted: Query | None = None
     first: Answer | None = None
+    missed: list[Query] = []
     for query in _candidates(capabilities, site, fmt, accuracy_level, prefer):
         wanted = wanted or query
         if query in banned:
+            missed.append(query)
             continue
         answer = capabilities.ask(query)
         if answer:
             return answer, query
         if query.block == wanted.block:
             first = answer  # the refusal at the block that was asked for, at the lowest level
-    if banned and first is None:
-        first = Answer(None, "KERNEL_FAILED_CHECK", "every kernel missed its error bound")
+    if missed:  # that is why; the other kernels never were there to be taken
+        others = f"; of the others: {first.detail}" if first is not None else ""
+        first = Answer(None, "KERNEL_FAILED_CHECK", f"{_missed(missed)}{others}")
     assert first is not None
     assert wanted is not None
     return first, wanted
+
+
+def _missed(queries: Sequence[Query]) -> str:
+    names = [spell_kernel(query) for query in queries]
+    verb = "misses its error bound" if len(names) == 1 else "miss their error bounds"
+    return f"{', '.join(names)} {verb} here"
 
 
 def _at_load(capabilities: Capabilities, site: Site, fmt: Format) -> tuple[Answer, Query]:

@@ -16,7 +16,7 @@ from qgraph._version import __version__
 from qgraph.calibration import Calibration, CalibrationData
 from qgraph.capabilities import Capabilities, Query
 from qgraph.capturing import METADATA_KEY, Source, capture
-from qgraph.errors import CoverageError, InputError, MissingExtra, NumericError
+from qgraph.errors import CoverageError, MissingExtra, NumericError
 from qgraph.graph import Graph
 from qgraph.kernel_choice import query_of
 from qgraph.passes.base import Context, Findings, Pass
@@ -132,11 +132,7 @@ class Run:
         self.report.notes.extend(plan_notes(plan))
         self.report.notes.extend(elsewhere(graph, sites))
         self._gate(plan, report)
-        solved = any(item.quantized and item.solver not in UNSOLVED for item in plan.decisions)
-        if output is not None and solved:
-            self.work = WorkFolder(output, resume=resume, force=force)
-        elif resume:
-            raise InputError("--resume: no solver is asked for whose results are kept")
+        self._open_work(output, plan, capabilities.target, resume, force)
         self._predict(graph, sites, plan)
         if self.data is not None and not self.dry_run:
             self._calibrate(graph)
@@ -147,7 +143,27 @@ class Run:
         if output is None:
             lowered, plan = self._lower(graph, plan, capabilities)
             return self._result(lowered, plan, [], before, report)
-        return self._write(graph, plan, capabilities, output, single_file, force, before, report)
+        try:
+            return self._write(
+                graph, plan, capabilities, output, single_file, force, before, report
+            )
+        except BaseException as error:  # Ctrl-C, a full disk: what was finished is not lost
+            if self.work is not None and self.work.way_on:
+                error.add_note(self.work.way_on)
+            raise
+
+    def _open_work(
+        self, output: Path | None, plan: QuantPlan, target: str, resume: bool, force: bool
+    ) -> None:
+        """Look for what an earlier run left, whatever this one is: it would be lost or stale."""
+        from qgraph.passes.solve_results import open_folder
+
+        solve: Any = _pass("solve", self.recipe)
+        given = self.data is not None
+        self.work = open_folder(output, plan, solve, target, given, resume=resume, force=force)
+        if self.work is not None and resume:
+            self._start("resume")
+            self.progress.finish(self.work.found)
 
     def _predict(self, graph: Graph, sites: Sequence[Site], plan: QuantPlan) -> None:
         """Say what a calibrated run will take before it begins; a dry run prints it later."""
@@ -158,6 +174,8 @@ class Run:
             return
         self._start("prediction")
         samples, sequence = self.blocks
+        if self.data is not None:
+            sequence = max(1, self.data.longest)
         self.prediction = predict(graph, sites, plan, samples=samples, sequence=sequence)
         self.progress.finish("" if self.dry_run else self.prediction.line)
 
@@ -227,7 +245,7 @@ class Run:
             # A later pass may have taken what an earlier one refused.
             last = {step.site: step for step in self.report.steps}
             refused = {
-                site: (step.reason or "NO_FUSED_KERNEL", step.detail)
+                site: (step.reason or "NO_FUSED_KERNEL", self._why(step))
                 for site, step in last.items()
                 if step.outcome == "refused" and (plan.of(site) or _NOTHING).quantized
             }
@@ -246,6 +264,11 @@ class Run:
             if step.outcome == "changed"
         }
         return lowered, plan.running(lowered.sites(), failed)
+
+    def _why(self, step: Step) -> str:
+        """Why a site is refused; after a check that failed, what that check found."""
+        found = [s.detail for s in self.changed if s.pass_name == "check" and s.site == step.site]
+        return found[-1] if found and step.reason == "KERNEL_FAILED_CHECK" else step.detail
 
     def _write(
         self,
@@ -286,11 +309,7 @@ class Run:
                 self._load(lowered.model, data, save)
                 files = save.commit()
             if self.work is not None:
-                if self.work.stale:
-                    self.report.notes.append(
-                        f"--resume: {self.work.stale} results belong to another run (other data, "
-                        "options, model or version) and were computed again"
-                    )
+                self.report.notes.extend(self.work.notes)
                 self.work.remove()
             return self._result(lowered, plan, files, before, report)
 
@@ -383,7 +402,9 @@ class Run:
             "files": [{"path": str(path), "bytes": path.stat().st_size} for path in files],
         }
         if self.calibration is not None:
-            self.report.totals["calibration"] = self._calibration_report(self.calibration)
+            seen, notes = self.calibration.seen(self.findings.statistics)
+            self.report.totals["calibration"] = seen
+            self.report.notes.extend(notes)
         predicted = self.prediction.to_json() if self.prediction is not None else None
         self.report.totals["predicted"] = predicted
         if report is not None:
@@ -405,25 +426,6 @@ class Run:
                 item = dataclasses.replace(item, solver=found.solver, reason=reason, detail=detail)
             decisions.append(item)
         return dataclasses.replace(plan, decisions=tuple(decisions))
-
-    def _calibration_report(self, data: Calibration) -> dict[str, Any]:
-        """What calibration saw; channels that are zero on all tokens get a note."""
-        seen = self.findings.statistics
-        dead = {site: zeros for site, (_, zeros) in seen.items() if zeros}
-        if dead:
-            worst = max(dead, key=lambda site: dead[site])
-            self.report.notes.append(
-                f"calibration: {len(dead)} linears have input channels that are zero on all "
-                f"tokens, at most {dead[worst]} ({worst}): more, or more varied, data tells more"
-            )
-        return {
-            "tokens": data.tokens,
-            "sources": list(data.sources),
-            "sites": {
-                site: {"tokens": tokens, "dead_channels": zeros}
-                for site, (tokens, zeros) in seen.items()
-            },
-        }
 
     def _start(self, name: str, total: int = 0) -> None:
         before, since = self._stage

@@ -82,7 +82,8 @@ def optimize(
         recipe: what to do, or a recipe file; the keywords after it change single fields of it.
             group: a number or "row"; overrides: `Override`s, or texts as `--set` takes them.
         calibrate: data for solvers that need it, `samples` of it at most. One source: a path
-            (a text, with its `tokenizer`, in blocks of `sequence` tokens; a .npz or .jsonl file;
+            (a text, with its `tokenizer`, or that of the model where it is a folder, in blocks of
+            `sequence` tokens; a .npz or .jsonl file, rows of any length;
             a folder of them), the word "self" (text that a language model samples itself), an
             array of token ids `[samples, T]`, or an iterable of feeds. Or several: a list whose
             items are paths or pairs (source, weight), a weight being a share of the samples. A
@@ -93,6 +94,8 @@ def optimize(
         check: run each kernel in use on the written bytes before the model is called good.
         strict: a kernel outside its bound is an error; otherwise the next kernel is taken.
         resume: go on with a run that was stopped: take the weights that solvers finished there.
+            With another model, data or options that is an error; with `force` what still holds
+            is taken.
         dry_run: stop after the plan.
         min_coverage: the least share (0 to 1) of the linears' weight bytes to be quantized.
         report: where to write all steps as JSON; with `dry_run` the plan.
@@ -127,7 +130,8 @@ def optimize(
     data = None
     if calibrate is not None:
         path = Path(tokenizer) if tokenizer is not None else None
-        data = CalibrationData(calibrate, path, samples, sequence)
+        folder = Path(model) if isinstance(model, str | os.PathLike) else None
+        data = CalibrationData(calibrate, path, samples, sequence, folder)
     elif tokenizer is not None:
         raise InputError("a tokenizer goes with a calibration text: give --calibrate FILE too")
     run = Run(

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -13,6 +14,7 @@ import onnx_ir as ir
 from qgraph import registry
 from qgraph.activations import LIMIT
 from qgraph.calibration import BATCH_ROWS
+from qgraph.formats.base import Format, parse
 from qgraph.graph import Graph
 from qgraph.plan import UNSOLVED, Decision, QuantPlan
 from qgraph.sites import Site
@@ -32,8 +34,17 @@ _FACTORING = 8
 """Flops per K³ and activation: about 4 in float64, which counts double."""
 _CORRECTION = 6
 """Flops per N·K² and linear: the product with the cross moment, and H⁻¹ applied in float64."""
-_ROUNDING = 5
-"""Flops per N·K² and linear: GPTQ's updates (1), and the losses of it and of rounding (2 · 2)."""
+_LOSSES = 4
+"""Flops per N·K² and linear: the losses of what was found and of rounding."""
+_CODES = 1
+"""Flops per N·K² and linear: GPTQ's updates."""
+_COMPARED = 2
+"""Flops per K² and row on which channel factors are compared: the product with H."""
+_RANGE = 200
+"""Per weight and range tried, in flops of a product that would take as long: elementwise work at
+the pace of memory. 140 to 270 measured, for 4 bits with and without zero points."""
+_SHIFTS = 3
+"""Zero points that are tried for each width, where a format has them."""
 _TRIAL = 1024
 _TRIAL_SECONDS = 0.1
 
@@ -136,13 +147,29 @@ class _Walked:
         if not solved:
             return 0.0
         k = solved[0][0].k
-        found = (1 + self.two) * 2 * tokens * k**2 + _FACTORING * k**3
-        for site, decision in solved:
-            products = _tries(str(decision.solver)) * (_ROUNDING + _CORRECTION * self.two)
-            found += products * site.n * k**2
-            if self.two and residual_of(site) is not None:
-                found += 2 * tokens * site.n * k
-        return float(found)
+        found = float((1 + self.two) * 2 * tokens * k**2 + _FACTORING * k**3)
+        by_spec: dict[str, list[tuple[Site, Decision]]] = {}
+        for pair in solved:
+            by_spec.setdefault(str(pair[1].solver), []).append(pair)
+            if self.two and residual_of(pair[0]) is not None:
+                found += 2 * tokens * pair[0].n * k
+        for spec, pairs in by_spec.items():
+            found += sum(self._composed(each, pairs, k) for each in _tried(spec, pairs))
+        return found
+
+    def _composed(self, spec: str, pairs: Sequence[tuple[Site, Decision]], k: int) -> float:
+        """Flops of one composed solver on the weights of a stage that it solves."""
+        steps = {solver.role: solver for solver in _steps(spec)}
+        found, rows = 0.0, 0
+        for site, decision in pairs:
+            products = _LOSSES + _CODES * ("codes" in steps) + _CORRECTION * self.two
+            searched = _searching(steps.get("ranges"), parse(decision.format or ""))
+            found += site.n * k * (products * k + searched)
+            rows += site.n
+        if "scaling" in steps:
+            # the ranges of the last weight stand for those of all: formats rarely differ in a stage
+            found += steps["scaling"].evaluated(rows) * k * (_COMPARED * k + searched)
+        return found
 
     def peak(self, samples: int) -> int:
         """Bytes: the process, the streams, one stage's work, and what was solved before."""
@@ -199,10 +226,29 @@ class _Walked:
         return width * size
 
 
-def _tries(solver: str) -> int:
-    """How many composed solvers are tried for each weight."""
-    first = registry.load("solver", parts_of(solver)[0])
-    return len(first().candidates(True)) if first.role == "choice" else 1
+def _steps(spec: str) -> list[Any]:
+    """The solvers that a composed one is made of, with their own defaults."""
+    return [registry.load("solver", name)() for name in parts_of(spec)]
+
+
+def _tried(spec: str, pairs: Sequence[tuple[Site, Decision]]) -> list[str]:
+    """The composed solvers that are tried on weights; those of ranges where ranges are free."""
+    (first, *_) = _steps(spec)
+    if first.role != "choice":
+        return [spec]
+    free = any(parse(decision.format or "").free_scales for _, decision in pairs)
+    return [
+        each
+        for each in first.candidates(True)
+        if free or all(solver.role != "ranges" for solver in _steps(each))
+    ]
+
+
+def _searching(ranges: Any, fmt: Format) -> float:
+    """Of a search for ranges, per weight, in flops of a product that takes as long."""
+    if ranges is None or not fmt.free_scales:
+        return 0.0
+    return float(_RANGE * ranges.widths() * (1 if fmt.symmetric else _SHIFTS))
 
 
 def spell_time(seconds: float) -> str:

@@ -138,6 +138,11 @@ def _read_npz(path: Path) -> Iterator[Sample]:
             f"the data {path} is no .npz file of plain arrays: {error}; "
             "write it with numpy.savez(path, input_name=array, …)"
         ) from None
+    except MemoryError as error:
+        raise InputError(
+            f"the data {path} does not fit in memory: {error}; give fewer samples, or write the "
+            "file again if its arrays are smaller than that"
+        ) from None
     lengths = {name: len(array) if array.ndim else None for name, array in arrays.items()}
     if len(set(lengths.values())) > 1 or None in lengths.values():
         shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
@@ -154,6 +159,32 @@ def _read_jsonl(path: Path) -> Iterator[Sample]:
                     yield _sample(line, f"{path} line {number}")
         except UnicodeDecodeError:
             raise InputError(f"the data {path} is not UTF-8 text") from None
+
+
+def longest_sample(path: Path, samples: int) -> int:
+    """Tokens in the longest of the first `samples` of a .npz or .jsonl file.
+
+    Of a .npz nothing but the arrays' shapes is read. A file that cannot be read has none.
+    """
+    if path.suffix.lower() == ".npz":
+        return max((shape[1] for shape in _npz_shapes(path) if len(shape) > 1), default=0)
+    return max((sample[IDS].shape[1] for sample in read_samples(path, samples)), default=0)
+
+
+def _npz_shapes(path: Path) -> Iterator[tuple[int, ...]]:
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                with archive.open(name) as file:
+                    read = readers.get(np.lib.format.read_magic(file))
+                    if read is not None:
+                        yield read(file)[0]
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+        return  # what is wrong with it is said when it is read
 
 
 def _sample(line: str, where: str) -> Sample:

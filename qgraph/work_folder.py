@@ -1,7 +1,9 @@
 """Results of a long run, weight by weight, so that a run that was stopped can go on.
 
 Each weight that a solver finished lies in a file of its own beside the output; the file holds a
-key, a hash over all that the result follows from. A result whose key differs is computed again.
+key, a hash over all that the result follows from, and a checksum. A result whose key differs, or
+which is damaged, is computed again. What the run as a whole follows from lies beside them in words,
+so that a run with other options can be told what is other.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from qgraph.formats.base import Array
 from qgraph.scopes import nodes, scopes
 
 MARK = "qgraph-unfinished.json"
-SMALL = 1 << 20
-"""Constants up to this size are part of a model's identity here; weights are hashed one by one."""
+HASHED = "hash "
+"""In front of what says only whether two things are the same."""
+WEIGHT = "weight "
+"""In front of the name of a weight, in a run's identity."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,8 +51,12 @@ class WorkFolder:
 
     def __init__(self, output: Path, *, resume: bool, force: bool) -> None:
         self.path = output.with_name(f"{output.name}.unfinished")
+        self.resume, self.force = resume, force
+        self.taken = self.kept = 0
+        """Results of an earlier run that hold, and those of this one."""
         self.stale = 0
-        """Results that were there and belong to another run."""
+        """Results that were there and belong to another run, or are damaged."""
+        self._identity: Mapping[str, str] = {}
         found = self.path.exists() or self.path.is_symlink()
         if found and not (self.path / MARK).is_file():
             raise InputError(
@@ -63,6 +71,65 @@ class WorkFolder:
                 )
             self.remove()
 
+    @property
+    def found(self) -> str:
+        """How many results lie there, whether they hold or not, in words."""
+        count = len(list(self.path.glob("*.safetensors")))
+        if not count:
+            return f"nothing unfinished in {self.path}: beginning anew"
+        return f"{count} finished weights in {self.path}"
+
+    @property
+    def way_on(self) -> str:
+        """For a run that ends early: what it leaves, and how to go on; empty: nothing."""
+        done = self.taken + self.kept
+        if not done:
+            return ""
+        words = "1 finished weight lies" if done == 1 else f"{done} finished weights lie"
+        return f"{words} in {self.path}: the same command with --resume goes on from there"
+
+    @property
+    def notes(self) -> list[str]:
+        """What a run that was to go on did with what it found."""
+        if not self.resume:
+            return []
+        if not self.taken + self.stale:
+            return [f"--resume: nothing unfinished lay in {self.path}, so all was computed"]
+        notes = [f"--resume: {self.taken} weights were taken from {self.path}"]
+        if self.stale:
+            notes.append(
+                f"--resume: {self.stale} results belong to another run (other data, options, "
+                "model or version) or are damaged, and were computed again"
+            )
+        return notes
+
+    def begin(self, identity: Mapping[str, str]) -> None:
+        """What all results of this run follow from, by names that users know; before any `load`.
+
+        Raises:
+            InputError: what lies there follows from something else, and `force` is not asked for.
+        """
+        first, self._identity = not self._identity, identity
+        if (self.path / MARK).is_file():
+            if first:
+                self._refuse(self._marked(), identity)
+            self._write_mark()
+
+    def compare(self, known: Mapping[str, str]) -> None:
+        """Refuse early, as `begin` does, by the part of the identity that is known without data."""
+        if (self.path / MARK).is_file():
+            before = self._marked()
+            told = {k: v for k, v in before.items() if k in known or k.startswith(WEIGHT)}
+            self._refuse(told, known)
+
+    def _refuse(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+        other = differences(before, now)
+        if other and not self.force:
+            raise InputError(
+                f"--resume: the unfinished run in {self.path} had {'; '.join(other)}: give what "
+                "it was given, or take what still holds and compute the rest again with --force"
+            )
+
     def load(self, name: str, key: str) -> Result | None:
         """The result kept under `name`, if its key is `key`."""
         path = self._file(name)
@@ -70,11 +137,14 @@ class WorkFolder:
             with safetensors.safe_open(path, "np") as file:
                 notes = json.loads((file.metadata() or {}).get("notes", "{}"))
                 if notes.get("key") == key:
-                    return Result({each: file.get_tensor(each) for each in file.keys()}, notes)  # noqa: SIM118
+                    arrays = {each: file.get_tensor(each) for each in file.keys()}  # noqa: SIM118
+                    if notes.pop("seal", None) == _seal(arrays, notes):
+                        self.taken += 1
+                        return Result(arrays, notes)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, safetensors.SafetensorError):
-            pass  # a file that was cut short is computed again, as one of another run
+        except (OSError, ValueError, AttributeError, safetensors.SafetensorError):
+            pass  # a file that was cut short or damaged is computed again, as one of another run
         self.stale += 1
         return None
 
@@ -85,30 +155,75 @@ class WorkFolder:
             InputError: the folder cannot be written.
         """
         path = self._file(name)
-        notes = json.dumps({**result.notes, "key": key})
+        notes = {**result.notes, "key": key}
         arrays = {each: np.ascontiguousarray(array) for each, array in result.arrays.items()}
+        sealed = json.dumps({**notes, "seal": _seal(arrays, notes)})
         try:
             self.path.mkdir(exist_ok=True)
-            mark = self.path / MARK
-            if not mark.exists():
-                mark.write_text('{"kind": "unfinished run of qgraph optimize"}\n', "utf-8")
+            if not (self.path / MARK).exists():
+                self._write_mark()
             part = path.with_suffix(".part")
-            part.write_bytes(save(arrays, {"notes": notes}))
+            part.write_bytes(save(arrays, {"notes": sealed}))
             os.replace(part, path)
         except OSError as error:
-            raise InputError(
-                f"{self.path}: {error.strerror}: results cannot be kept there; make room, or "
-                "choose an output on another disk"
-            ) from None
+            raise self._unwritable(error) from None
+        self.kept += 1
 
     def remove(self) -> None:
         """Delete the folder: its results are in the output now."""
         if (self.path / MARK).is_file():
             shutil.rmtree(self.path)
 
+    def _marked(self) -> dict[str, str]:
+        """The identity of the run that lies there; empty where it cannot be read."""
+        try:
+            found = json.loads((self.path / MARK).read_text("utf-8"))["identity"]
+            return {str(name): str(value) for name, value in found.items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return {}
+
+    def _write_mark(self) -> None:
+        content = {"kind": "unfinished run of qgraph optimize", "identity": dict(self._identity)}
+        part = self.path / f"{MARK}.part"
+        try:
+            part.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+            os.replace(part, self.path / MARK)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> InputError:
+        return InputError(
+            f"{self.path}: {error.strerror}: results cannot be kept there; make room, or "
+            "choose an output on another disk"
+        )
+
     def _file(self, name: str) -> Path:
         digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
         return self.path / f"{digest}.safetensors"
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str], most: int = 3) -> list[str]:
+    """The first few names whose values differ, in words, with the values where they are short."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name in dict.fromkeys((*now, *before)):
+        pair = before.get(name, "none"), now.get(name, "none")
+        if pair[0] != pair[1]:
+            kind = WEIGHT if name.startswith(WEIGHT) else name
+            alike.setdefault((kind, *pair), []).append(name)
+    found = []
+    for (_, one, other), names in alike.items():
+        name = names[0] if len(names) == 1 else f"{len(names)} weights, as {names[0]}:"
+        hashed = HASHED in (one[: len(HASHED)], other[: len(HASHED)])
+        found.append(f"another {name}" if hashed else f"{name} {one}, now {other}")
+    rest = len(found) - most
+    return found[:most] + ([f"{rest} more differences"] if rest > 0 else [])
+
+
+def _seal(arrays: Mapping[str, Array], notes: Mapping[str, Any]) -> str:
+    """A checksum over a result, so that a damaged file is not taken for one."""
+    names = sorted(arrays)
+    content = array_digest(arrays[name] for name in names)
+    return digest(json.dumps(notes, sort_keys=True), *names, content)
 
 
 def digest(*parts: str | bytes) -> str:
@@ -131,7 +246,7 @@ def array_digest(arrays: Iterable[Array]) -> str:
 
 
 def model_digest(model: ir.Model) -> str:
-    """One hash over the nodes, functions and small constants of a model."""
+    """One hash over the nodes, functions and constants of a model."""
     parts: list[str | bytes] = []
     for node in nodes(model.graph):
         proto = ir.serde.serialize_node(node)
@@ -144,6 +259,7 @@ def model_digest(model: ir.Model) -> str:
     for scope in scopes(model.graph):
         for name, value in sorted(scope.initializers.items()):
             tensor = value.const_value
-            if tensor is not None and tensor.nbytes <= SMALL:
-                parts += [name, tensor.dtype.name, open_bytes(tensor).tobytes()]
+            if tensor is not None:
+                shape = str(list(tensor.shape))
+                parts += [name, tensor.dtype.name, shape, array_digest([open_bytes(tensor)])]
     return digest(*parts)

@@ -13,7 +13,7 @@ import qgraph
 from qgraph import registry
 from qgraph.capabilities import MATMUL_NBITS, OWN_LINEAR, Capabilities, KernelRule, Query
 from qgraph.formats.base import Layout, parse
-from qgraph.kernel_choice import format_of, is_portable, layout_of, spell_kernel
+from qgraph.kernel_choice import best_kernel, format_of, is_portable, layout_of, spell_kernel
 from qgraph.planning import make_plan
 from qgraph.recipe import Recipe
 
@@ -53,6 +53,20 @@ def test_own_kernel_comes_before_integers(source: Path) -> None:
     assert planned(source, "int4", (INTEGERS, OWN)) == "MatMulNBits bits=4 block=64 level=4"
     assert planned(source, "mxfp8", (INTEGERS, OWN)) == "portable"
     assert planned(source, "mxfp8", (INTEGERS, OWN), unfused="float") is None
+
+
+def test_a_kernel_that_failed_its_check_is_named(source: Path) -> None:
+    """Not the one that was never there: which answers first depends on the target's rules."""
+    rule = dataclasses.replace(INTEGERS, levels=(0,), blocks=(32,))
+    capabilities = Capabilities("any", "one", "a runtime", (rule,))
+    (site,) = qgraph.capture(source).sites()
+    answer, query = best_kernel(capabilities, site, parse("int8:group=32"), "auto")
+    assert answer
+    assert (query.level, query.block) == (0, 32)
+    answer, _ = best_kernel(capabilities, site, parse("int8:group=32"), "auto", frozenset({query}))
+    assert not answer
+    assert answer.reason == "KERNEL_FAILED_CHECK"
+    assert answer.detail.startswith("MatMulNBits bits=8 block=32 level=0 misses its error bound")
 
 
 def test_own_kernel_is_lowered_whatever_is_unfused(

@@ -276,6 +276,7 @@ def test_a_site_that_no_kernel_computes_stays_float(
     decision = result.plan.of("layers.0.up")
     assert decision is not None
     assert (decision.format, decision.reason) == (None, "KERNEL_FAILED_CHECK")
+    assert "times its bound" in decision.detail
 
 
 def test_strict_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,21 @@ def test_bytes_are_those_counted_by_hand() -> None:
 
 def test_what_tries_two_solvers_takes_longer() -> None:
     more = predicted(solver="auto").seconds - predicted().seconds
-    assert more * EFFICIENCY == pytest.approx(11 * (WIDE * K**2 + K * WIDE**2))
+    searched = 200 * 17 * 3 * 2 * K * WIDE  # 17 widths, 3 zero points for each
+    assert more * EFFICIENCY == pytest.approx(11 * (WIDE * K**2 + K * WIDE**2) + searched)
+
+
+def test_what_composes_takes_longer_than_each_of_its_parts() -> None:
+    def flops(solver: str) -> float:
+        return predicted(solver=solver).seconds * EFFICIENCY
+
+    per_weight = WIDE * K**2 + K * WIDE**2
+    searched = 200 * 21 * 3
+    assert flops("clip") - flops("gptq") == pytest.approx(2 * K * WIDE * searched - per_weight)
+    assert flops("clip+gptq") - flops("gptq") == pytest.approx(2 * K * WIDE * searched)
+    # 20 evaluations of all rows of each weight, which are fewer than AWQ's sample
+    rounds = sum(20 * n * k * (2 * k + searched) for n, k in ((WIDE, K), (K, WIDE)))
+    assert flops("awq+clip+gptq") - flops("clip+gptq") == pytest.approx(rounds)
 
 
 @given(st.integers(1, 1000), st.integers(2, 4096), st.integers(1, 1000))
@@ -185,6 +199,19 @@ def test_a_dry_run_reports_it_and_rounding_has_none(
     assert set(result.prediction.to_json()) == {"seconds", "bytes", "tokens"}
     assert qgraph.optimize(model, **options).prediction is None
     assert json.loads(path.read_text())["predicted"] is None
+
+
+def test_rows_count_as_they_are_whatever_the_length_of_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prediction, "matmul_rate", lambda: 1e9)
+    x = np.zeros((1, 9, K), np.float32)
+    result = qgraph.optimize(
+        ir.serde.deserialize_model(proto()), dry_run=True, format="uint4:group=32",
+        solver="gptq", calibrate=[{"x": x}], samples=3, sequence=7,
+    )  # fmt: skip
+    assert result.prediction is not None
+    assert result.prediction.tokens == 27
 
 
 def test_a_real_run_says_it_once_before_data_is_read(

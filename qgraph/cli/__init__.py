@@ -76,8 +76,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except typer.Exit as stop:
         return stop.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        return _say("interrupted", INTERRUPTED)
+    except (KeyboardInterrupt, typer.Abort) as stop:
+        return _say(_noted("interrupted", stop), INTERRUPTED)
     except BrokenPipeError:
         # The interpreter flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -91,13 +91,18 @@ def _failed(error: Exception) -> int:
     if os.environ.get("QGRAPH_DEBUG"):
         traceback.print_exception(error)
     if isinstance(error, QGraphError):
-        return _say(str(error), error.exit_status)
+        return _say(_noted(str(error), error), error.exit_status)
     if isinstance(error, _UsageError):
         return _say(_usage(error), USAGE)
     if isinstance(error, MemoryError):
-        return _say("out of memory", 1)
+        return _say(_noted("out of memory", error), 1)
     hint = "this is a fault in qgraph: QGRAPH_DEBUG=1 shows where"
-    return _say(f"{type(error).__name__}: {error}\n{hint}", 1)
+    return _say(_noted(f"{type(error).__name__}: {error}\n{hint}", error), 1)
+
+
+def _noted(message: str, error: BaseException) -> str:
+    """The message, and what was noted of the error on its way: how to go on."""
+    return "\n".join([message, *getattr(error, "__notes__", ())])
 
 
 def _usage(error: Exception) -> str:

@@ -86,7 +86,8 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         rich_help_panel=_FILES,
-        help="Go on with a run that was stopped: weights that its solver finished are taken.",
+        help="Go on with a run that was stopped: weights that its solver finished are taken. "
+        "Refused with another model, data or options; --force takes what still holds.",
     ),
 ]
 Embedding = Annotated[
@@ -136,7 +137,11 @@ Calibrate = Annotated[
 ]
 Tokenizer = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", rich_help_panel=_WHAT, help="The texts' tokenizer.json."),
+    typer.Option(
+        metavar="FILE",
+        rich_help_panel=_WHAT,
+        help="The texts' tokenizer.json. Default: that of a Hugging Face folder.",
+    ),
 ]
 Samples = Annotated[
     int,
@@ -153,7 +158,8 @@ Sequence = Annotated[
         metavar="N",
         min=2,
         rich_help_panel=_WHAT,
-        help="Tokens in a sample of calibration text, or of the model's own text.",
+        help="Tokens in a sample of calibration text, or of the model's own text; rows of files of "
+        "token ids stay as long as they are.",
     ),
 ]
 Include = Annotated[

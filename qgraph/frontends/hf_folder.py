@@ -1,22 +1,19 @@
 """A local Hugging Face folder: config.json and safetensors, through transformers.
 
-Nothing is downloaded, no code of the folder runs, no pickle is read.
+Nothing is downloaded, no code of the folder runs, no pickle and no file outside it is read.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from qgraph import torch_onnx
 from qgraph.errors import InputError
-from qgraph.frontends import torch_export
+from qgraph.frontends import hf_config, hf_module, hf_weights, torch_export
 from qgraph.frontends.torch_export import Loaded
 
-_LARGEST_CONFIG = 20_000_000
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENS = {0: "batch", 1: "sequence"}
 _TARGET = {0: "batch", 1: "target_sequence"}
 
@@ -31,113 +28,42 @@ def load(folder: Path) -> Loaded:
 
     Raises:
         InputError: no config.json or safetensors, a model that transformers does not know,
-            missing or quantized weights, or one that cannot be exported.
+            missing, superfluous or quantized weights, or one that cannot be exported.
         MissingExtra: torch or transformers is not installed.
     """
-    config = _config(folder)
-    _check_weights(folder, config)
+    config = hf_config.read(folder)
+    paths = hf_weights.files(folder)
     torch_onnx.need({"torch": "torch", "transformers": "hf"}, "reading a Hugging Face folder")
     with torch_onnx.quiet():
-        module = _module(folder, config)
+        module, notes = _module(folder, config, paths)
     feeds, axes = _example(module, folder)
-    return torch_export.load(module, (), feeds, axes, title=folder.name or None)
+    found = torch_export.load(module, (), feeds, axes, title=folder.name or None)
+    return Loaded(found.model, (*notes, *found.notes))
 
 
 def files(folder: Path) -> tuple[Path, ...]:
     """What is read of a folder, besides small files."""
-    return (folder / "config.json", *sorted(folder.glob("*.safetensors")))
+    return (folder / "config.json", *hf_weights.files(folder))
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        if path.stat().st_size > _LARGEST_CONFIG:
-            raise InputError(f"{path} has {path.stat().st_size} bytes; no configuration is so long")
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is no JSON ({error}): download it again") from None
-    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
-        raise InputError(
-            f"{path} names no model_type: wanted the config.json of a transformers model"
-        )
-    return found
-
-
-def _check_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse folders without safetensors, adapters, and weights that are quantized already."""
-    if not any(folder.glob("*.safetensors")):
-        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-        if pickles:
-            raise InputError(
-                f"{folder} holds its weights as pickles ({pickles[0]}), which can run any code: "
-                "wanted model.safetensors. Many models have it beside the pickle; else load the "
-                "model where you trust it, and save_pretrained writes it"
-            )
-        raise InputError(f"{folder} has no model.safetensors: download the weights too")
-    if (folder / "adapter_config.json").exists():
-        raise InputError(f"{folder} holds an adapter: merge it into its model and save that")
-    packed = config.get("quantization_config")
-    if packed:
-        method = packed.get("quant_method", "?") if isinstance(packed, dict) else "?"
-        raise InputError(
-            f"{folder} holds quantized weights (quant_method {method!r}): capture wants the "
-            "float model that they were made from"
-        )
-
-
-def _module(folder: Path, config: Mapping[str, Any]) -> Any:
-    import torch
-    import transformers
-
-    # transformers 5 calls it dtype; folders written earlier, torch_dtype.
-    stored = config.get("dtype") or config.get("torch_dtype")
-    half = stored in ("float16", "torch.float16")
-    try:
-        module, info = _class(transformers, folder, config).from_pretrained(
-            str(folder),
-            dtype=torch.float16 if half else torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (InputError, MemoryError):
-        raise
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise InputError(
-            f"transformers {transformers.__version__} cannot load {folder}: "
-            f"{type(error).__name__}: {(lines or ['no message'])[0][:300]}"
-        ) from None
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise InputError(
-            f"{folder} lacks {len(missing)} weights of its {type(module).__name__}, such as "
-            f"{missing[0]}: download all of its safetensors"
+def _module(folder: Path, config: Mapping[str, Any], paths: list[Path]) -> tuple[Any, list[str]]:
+    """The module with the folder's weights, and what a user should know of them."""
+    tensors = hf_weights.read(paths)
+    floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
+    half = bool(floats) and all(str(tensor.dtype) == "torch.float16" for tensor in floats)
+    module, info = hf_module.load(folder, config, tensors, half)
+    hf_module.check_keys(folder, module, tensors, info)
+    notes = hf_weights.notes(tensors, half)
+    unused = sorted(info["unexpected_keys"])
+    if unused:
+        notes.append(
+            f"{len(unused)} tensors of {folder} have no place in its {type(module).__name__} and "
+            f"were left out: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''}"
         )
     for part in module.modules():  # encoder and decoder may have configurations of their own
         if hasattr(getattr(part, "config", None), "use_cache"):
             part.config.use_cache = False
-    return module.eval()
-
-
-def _class(transformers: Any, folder: Path, config: Mapping[str, Any]) -> Any:
-    """The class that the folder names, if it is one of transformers' own."""
-    named = config.get("architectures")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    if config["model_type"] not in transformers.CONFIG_MAPPING:
-        code = " and brings its own code, which is not run" if config.get("auto_map") else ""
-        raise InputError(
-            f"{folder} holds a {config['model_type']!r}, which transformers "
-            f"{transformers.__version__} does not know{code}: load the module yourself, and "
-            "give it to qgraph.capture"
-        )
-    for name in names:
-        kind = getattr(transformers, name, None)
-        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
-            return kind
-    causal = any(name.endswith("ForCausalLM") for name in names)
-    return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    return module.eval(), notes
 
 
 def _example(module: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

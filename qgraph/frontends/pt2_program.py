@@ -8,11 +8,12 @@ torch.export.save writes.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
+
+from qgraph.frontends import pt2_expressions
 
 Found = Iterator[tuple[str, str]]
 """What must not be there: (what it is, the text)."""
@@ -38,24 +39,7 @@ _FREE = {
 }
 """Keys of texts that are only shown, or quoted where they become source."""
 
-_FUNCTIONS = set(
-    "Symbol Integer Rational Float Add Mul Pow Max Min Mod PythonMod FloorDiv CleanDiv CeilDiv "
-    "CeilToInt FloorToInt ModularIndexing Where LShift RShift PowByNatural FloatPow FloatTrueDiv "
-    "IntTrueDiv TruncToFloat TruncToInt RoundToInt RoundDecimal ToFloat Identity Abs ceiling "
-    "floor sqrt Piecewise ExprCondPair And Or Not Equality Unequality LessThan GreaterThan "
-    "StrictLessThan StrictGreaterThan Eq Ne Lt Le Gt Ge "
-    "IsNonOverlappingAndDenseIndicator".split()
-)
-_METHODS = {"size", "stride", "storage_offset"}
-_ATTRIBUTES = _METHODS | {"shape"}
-_NODES = (
-    ast.Expression, ast.BoolOp, ast.boolop, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop,
-    ast.Compare, ast.cmpop, ast.Call, ast.keyword, ast.Constant, ast.Name, ast.Load,
-    ast.Attribute, ast.Subscript, ast.Tuple,
-)  # fmt: skip
-_SYMBOL = re.compile(r"[A-Za-z_]\w*")
 _TREE_TYPE = re.compile(r"(?:builtins|collections|torch|transformers)(?:\.\w+)+")
-_LONGEST = 20_000
 
 
 def violations(program: Any) -> Found:
@@ -84,48 +68,10 @@ def _is_harmless(key: str, text: str) -> bool:
     if key == "forward_arg_names":
         return text.isidentifier()
     if key in ("expr_str", "guards_code"):
-        return _is_arithmetic(text)
+        return pt2_expressions.is_arithmetic(text)
     if key in ("in_spec", "out_spec"):
         return _is_tree(text)
     return _PLAIN.fullmatch(text) is not None
-
-
-def _is_arithmetic(text: str) -> bool:
-    """Whether a Python expression only reckons with sizes; it is parsed, never evaluated."""
-    if len(text) > _LONGEST:
-        return False
-    try:
-        tree = ast.parse(text, mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    subscripts = [node.slice for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
-    symbols = [
-        argument
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        for argument in node.args
-        if node.func.id == "Symbol"
-    ]
-    quoted = {id(node) for node in (*subscripts, *symbols)}
-    return all(_is_allowed(node, quoted) for node in ast.walk(tree))
-
-
-def _is_allowed(node: ast.AST, quoted: set[int]) -> bool:
-    if isinstance(node, ast.Call):
-        called = node.func
-        return (isinstance(called, ast.Name) and called.id in _FUNCTIONS) or (
-            isinstance(called, ast.Attribute) and called.attr in _METHODS
-        )
-    if isinstance(node, ast.Attribute):
-        return node.attr in _ATTRIBUTES
-    if isinstance(node, ast.Name):
-        # A name that is no function is a symbol, or L, the inputs of a guard.
-        return node.id in _FUNCTIONS or re.fullmatch(r"L|[suz]\d+|u?oo|int_oo", node.id) is not None
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return id(node) in quoted and _SYMBOL.fullmatch(node.value) is not None
-    if isinstance(node, ast.Constant):
-        return isinstance(node.value, int | float | bool)
-    return isinstance(node, _NODES)
 
 
 def _is_tree(text: str) -> bool:

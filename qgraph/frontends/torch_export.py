@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from qgraph import torch_onnx
 from qgraph.errors import InputError
-from qgraph.frontends import torch_reason
+from qgraph.frontends import dynamic_axes, torch_reason
 from qgraph.frontends.naming import add_alias
 from qgraph.scopes import scopes
 
@@ -51,6 +51,8 @@ def load(
     torch_onnx.need({"torch": "torch"}, "capturing a torch module")
     name = title or type(source).__name__
     _check_weights(source, name)
+    if hasattr(source, "forward"):
+        dynamic_axes.check(source, args, kwargs or {}, dynamic_shapes, name)
     try:
         program = torch_onnx.export(source, args, kwargs, dynamic_shapes)
     except MemoryError:

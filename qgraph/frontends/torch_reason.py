@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import keyword
+import linecache
 import re
+import sys
 from collections.abc import Iterator
-from types import TracebackType
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 _LONGEST = 400
+_LONGEST_CODE = 100
+# What runs between forward and the error; everything else is the module's own code.
+_TRACERS = {"torch", "sympy", "mpmath", "numpy", "onnx", "onnx_ir", "onnxscript", "qgraph"}
+_TRACERS |= sys.stdlib_module_names
 _WAYS_OUT = (
+    (
+        r"op='qgraph\.",
+        "its weights are packed by qgraph already: use the .onnx file that it was made from",
+    ),
     (
         r"data-dependent",
         "a branch or shape depends on values: use torch.cond, torch.where or torch._check, or "
@@ -44,17 +56,49 @@ def explain(error: BaseException, source: Any, name: str) -> str:
         name: what `source` is called.
     """
     reason = _first_cause(error)
+    if isinstance(reason, SyntaxError):
+        return _about_names(source, name, reason)
     node = _fx_node(error) if type(error).__name__ == "ConversionError" else None
     if node is not None and node.op == "output":
         return (
             f"{name} cannot become an ONNX graph: forward returns something besides tensors, "
-            f"which ONNX outputs must be ({_line(reason)}): return tensors only"
+            f"which ONNX outputs must be ({line(reason)}): return tensors only"
         )
     path = _path_of_node(node) if node is not None else _path_in_frames(error, source)
     where = f"{name}, module {path}," if path else name
-    text = f"{type(reason).__name__}: {_line(reason)}"
+    text = f"{type(reason).__name__}: {line(reason)}"
     way_out = next((way for pattern, way in _WAYS_OUT if re.search(pattern, str(reason))), _OTHER)
-    return f"{where} cannot be exported: {text}; {way_out}"
+    return f"{where} cannot be exported: {text}{_code(error)}; {way_out}"
+
+
+def _about_names(source: Any, name: str, reason: SyntaxError) -> str:
+    """Torch writes Python source with the names of modules in it, and does not quote them."""
+    state = source.state_dict  # a method of modules, a property of exported programs
+    keys = state() if callable(state) else state
+    odd = next((key for key in keys if _is_odd(key)), None)
+    found = f", such as that of {odd!r}" if odd is not None else ""
+    return (
+        f"{name} cannot be exported: torch makes Python source of the names of submodules and "
+        f"parameters{found} ({line(reason)}): rename it, without quotes, line breaks and Python's "
+        "keywords"
+    )
+
+
+def _is_odd(key: str) -> bool:
+    return bool(re.search(r"[\"\\\n\r]", key)) or any(map(keyword.iskeyword, key.split(".")))
+
+
+def _code(error: BaseException) -> str:
+    """The line of the module's code that was running, if any: file, number and text."""
+    for frame, number in _frames(error):
+        file = frame.f_code.co_filename
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in _TRACERS or file.startswith("<"):
+            continue
+        text = linecache.getline(file, number).strip()[:_LONGEST_CODE]
+        shown = f": {text}" if text else ""
+        return f" (line {number} of {Path(file).name}{shown})"
+    return ""
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -74,24 +118,30 @@ def _first_cause(error: BaseException) -> BaseException:
     return found
 
 
-def _line(error: BaseException) -> str:
+def root(error: BaseException) -> BaseException:
+    """The error that all the others were raised from."""
+    *_, last = _chain(error)
+    return last
+
+
+def line(error: BaseException) -> str:
     """The first line that says something, without colors, cut to a readable length."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    line = next((line for line in lines if line), "no message")
-    if re.match(r"Constraints violated", line):
-        line = next((each.lstrip("- ") for each in lines if each.startswith("- ")), line)
-    line = re.sub(r" *(Alternatively|For more information).*", "", line)
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
+    found = next((each for each in lines if each), "no message")
+    if re.match(r"Constraints violated", found):
+        found = next((each.lstrip("- ") for each in lines if each.startswith("- ")), found)
+    found = re.sub(r" *(Alternatively|For more information).*", "", found)
+    return found if len(found) <= _LONGEST else f"{found[:_LONGEST]}…"
 
 
-def _frames(error: BaseException) -> Iterator[dict[str, Any]]:
-    """The variables of every frame that the error and its causes went through, innermost first."""
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """Every frame that the error and its causes went through, innermost first, and its line."""
     for each in _chain(error):
-        found: list[dict[str, Any]] = []
+        found: list[tuple[FrameType, int]] = []
         trace: TracebackType | None = each.__traceback__
         while trace is not None:
-            found.append(trace.tb_frame.f_locals)
+            found.append((trace.tb_frame, trace.tb_lineno))
             trace = trace.tb_next
         yield from reversed(found)
 
@@ -100,8 +150,8 @@ def _fx_node(error: BaseException) -> Any:
     """The node of the traced program that could not be translated, or None."""
     from torch.fx import Node
 
-    for variables in _frames(error):
-        node = variables.get("node")
+    for frame, _ in _frames(error):
+        node = frame.f_locals.get("node")
         if isinstance(node, Node):
             return node
     return None
@@ -119,8 +169,8 @@ def _path_in_frames(error: BaseException, source: Any) -> str:
     if not hasattr(source, "named_modules"):
         return ""
     names: dict[int, str] = {id(module): name for name, module in source.named_modules() if name}
-    for variables in _frames(error):
-        found = names.get(id(variables.get("self")), "")
+    for frame, _ in _frames(error):
+        found = names.get(id(frame.f_locals.get("self")), "")
         if found:
             return found
     return ""

@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from qgraph.errors import InputError
+from qgraph.runtimes.torch.missing import called
 from qgraph.runtimes.torch.onnx_ops.host import DTYPES
 from qgraph.runtimes.torch.table import RESERVED, Entry
 
@@ -36,6 +37,24 @@ def attributes_of(node: ir.Node, entry: Entry, parameters: Mapping[str, int]) ->
     return found
 
 
+def check_arguments(node: ir.Node, entry: Entry, options: Mapping[str, Any]) -> None:
+    """Check that a node has the inputs and attributes that its operator needs, and no others.
+
+    Raises:
+        InputError: it has not; the message has the node, and the input or attribute.
+    """
+    if body_attributes(node):
+        return  # Its function takes bodies, inputs and captured values as three tuples.
+    try:
+        entry.signature.bind(*node.inputs, **options)
+    except TypeError as error:
+        raise InputError(
+            f"{called(node)}: {node.op_type} with {len(node.inputs)} inputs and "
+            f"the attributes {', '.join(node.attributes) or '(none)'}: {error}. "
+            "Export the model again"
+        ) from None
+
+
 def body_attributes(node: ir.Node) -> list[tuple[str, ir.Graph]]:
     """The bodies of a control-flow node, in alphabetical order: else_branch, then_branch."""
     return sorted((a.name, a.as_graph()) for a in node.attributes.values() if a.type == _GRAPH)
@@ -59,6 +78,6 @@ def _python(node: ir.Node, attribute: ir.Attr) -> Any:
 
 def _refusal(node: ir.Node, name: str, what: str) -> InputError:
     return InputError(
-        f"node {node.name}: {node.op_type} has {name!r}, {what}: run the model on ONNX Runtime, "
+        f"{called(node)}: {node.op_type} has {name!r}, {what}: run the model on ONNX Runtime, "
         "or export it without"
     )

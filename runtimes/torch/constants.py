@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import keyword
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,14 +12,18 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qgraph.constants import open_array
 from qgraph.errors import InputError
+from qgraph.runtimes.torch.missing import called
 from qgraph.runtimes.torch.onnx_ops.host import DTYPES
 
 LITERAL = 1024
 """The most elements that a constant has as a Python literal."""
+
+_PART = re.compile(r"[A-Za-z0-9_:/-]+")
+"""The names of attributes that stand in generated Python as they are."""
 
 _NUMPY_HAS_NOT = {
     torch.bfloat16: np.int16,
@@ -60,6 +67,11 @@ class Constants:
         """
         if node.op_type != "Constant" or node.domain != "":
             return False
+        if len(node.attributes) != 1:
+            raise InputError(
+                f"{called(node)}: a Constant has one attribute, its value; this one has "
+                f"{', '.join(node.attributes) or 'none'}: export the model again"
+            )
         (attribute,) = node.attributes.values()
         value = attribute.value
         if attribute.is_ref():
@@ -73,7 +85,7 @@ class Constants:
             tensor = ir.tensor(np.array(value, np.float32))
         else:
             raise InputError(
-                f"node {node.name}: a Constant of {kind.name.lower()}; the torch executor wants "
+                f"{called(node)}: a Constant of {kind.name.lower()}; the torch executor wants "
                 "numbers: remove what reads it, or run the model on ONNX Runtime"
             )
         self._tensors[node.outputs[0]] = tensor
@@ -127,12 +139,12 @@ class Constants:
         for part in path:
             child = owner._modules.get(part)
             if child is None:
-                if not _is_free(owner, part):
+                if not self._is_free(owner, part):
                     return self._register(self._other_name(name), tensor)
                 child = nn.Module()
                 owner.add_module(part, child)
             owner = child
-        if not _is_free(owner, leaf):
+        if not self._is_free(owner, leaf):
             return self._register(self._other_name(name), tensor)
         if tensor.is_floating_point() and tensor.ndim and tensor.element_size() > 1:
             owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
@@ -142,15 +154,27 @@ class Constants:
 
     def _other_name(self, name: str) -> str:
         """A name that is free on the root, for one that torch cannot have."""
-        stem = "constant_" + name.replace(".", "_")
+        stem = "constant_" + re.sub(r"\W", "_", name, flags=re.ASCII)
         count = 0
-        while not _is_free(self.root, other := f"{stem}_{count}" if count else stem):
+        while not self._is_free(self.root, other := f"{stem}_{count}" if count else stem):
             count += 1
         return other
 
+    def _is_free(self, owner: nn.Module, name: str) -> bool:
+        """Whether a part of a path can be the name of a new attribute of `owner`.
 
-def _is_free(owner: nn.Module, name: str) -> bool:
-    return bool(name) and not hasattr(owner, name)
+        fx writes it into Python that it runs: as attribute where it is an identifier, in quotes
+        and unescaped where it is none. So it must be plain letters, and no keyword.
+        """
+        if not _PART.fullmatch(name) or keyword.iskeyword(name):
+            return False
+        return not hasattr(owner, name) and not (owner is self.root and name in _taken())
+
+
+@functools.cache
+def _taken() -> frozenset[str]:
+    """What the built module has besides its constants, and a plain module has not."""
+    return frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 
 
 def read(tensor: ir.TensorProtocol) -> Tensor:

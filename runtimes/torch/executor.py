@@ -16,14 +16,13 @@ import onnx_ir as ir
 from torch import Tensor, fx, nn
 
 from qgraph.errors import InputError
-from qgraph.runtimes.torch.attributes import attributes_of, body_attributes
+from qgraph.runtimes.torch.attributes import attributes_of, body_attributes, check_arguments
 from qgraph.runtimes.torch.constants import LITERAL, Constants
-from qgraph.runtimes.torch.missing import check_operators
+from qgraph.runtimes.torch.element_types import FLOATS, ElementTypes
+from qgraph.runtimes.torch.missing import called, check_operators, located
+from qgraph.runtimes.torch.module import ONNX, Executor
 from qgraph.runtimes.torch.onnx_ops.host import DTYPES, ints, to_tensor
 from qgraph.runtimes.torch.table import Entry, find
-
-ONNX = "onnx"
-"""Key of `fx.Node.meta`: the (name, operator, domain) of the ONNX node."""
 
 
 def build(model: ir.Model) -> fx.GraphModule:
@@ -31,8 +30,10 @@ def build(model: ir.Model) -> fx.GraphModule:
 
     It takes the graph's inputs by position, as tensors, and returns its outputs as a tuple.
     Float constants are parameters that want no gradient, others are buffers; both have their
-    initializers' names. Products are computed in the dtype of their weight, so that `half()` and
-    `bfloat16()` work on the module; Cast nodes stay as they are.
+    initializers' names where these are plain (letters, digits and _:/- between dots, no keyword
+    and no name that the module has), else `constant_` and the name made plain. Products are
+    computed in the dtype of their weight, so that `half()` and `bfloat16()` work on the module;
+    Cast nodes stay as they are.
 
     Raises:
         InputError: operators or attributes that the executor lacks, with the nodes' names.
@@ -55,9 +56,9 @@ def build_function(function: ir.Function, attributes: Mapping[str, int]) -> fx.G
     return _module(root, scope.build(function.inputs, function, function.outputs))
 
 
-def _module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+def _module(root: nn.Module, graph: fx.Graph) -> Executor:
     graph.eliminate_dead_code()
-    return fx.GraphModule(root, graph, "Executor")
+    return Executor(root, graph, "Executor")
 
 
 def _is_small(value: ir.Value) -> bool:
@@ -65,6 +66,13 @@ def _is_small(value: ir.Value) -> bool:
     if value.shape is None or len(value.shape) > 1:
         return False
     return all(isinstance(size, int) and size <= LITERAL for size in value.shape)
+
+
+def _sizes(value: ir.Value) -> tuple[int, ...] | None:
+    """The sizes of a value's axes, 0 for one that is no number; None where its rank is open."""
+    if value.shape is None:
+        return None
+    return tuple(size if isinstance(size, int) else 0 for size in value.shape)
 
 
 class _Scope:
@@ -91,8 +99,8 @@ class _Scope:
         self.values: dict[ir.Value, fx.Node] = {}
         self.hosts: set[ir.Value] = set()
         self.captures: dict[ir.Value, fx.Node] = {}
-        self.parameter_names: set[str] = set()
         self.like: ir.Value | None = None if outer is None else outer.like
+        self.types: ElementTypes = ElementTypes() if outer is None else outer.types
 
     def build(
         self,
@@ -102,45 +110,54 @@ class _Scope:
         host_outputs: int = 0,
     ) -> fx.Graph:
         """The graph of `nodes`; its outputs are tensors, but for the first `host_outputs`."""
-        for value in inputs:
+        fed = [value for value in inputs if not value.is_initializer()]
+        for value in fed:
             self.values[value] = self._placeholder(value)
-        if self.outer is None and inputs:
-            self.like = inputs[0]
+        if self.outer is None and fed:
+            self.like = fed[0]
         if isinstance(nodes, ir.Graph):
             self.constants.add(nodes.initializers.values())
         for node in nodes:
-            self._node(node)
+            try:
+                self._node(node)
+            except Exception as error:  # operators raise many kinds for constants that do not fit
+                where = f"{called(node)} ({node.op_type})"
+                raise located(where, error) from error
         hosts = [self.any(value) for value in outputs[:host_outputs]]
         self.graph.output((*hosts, *(self.tensor(value) for value in outputs[host_outputs:])))
         return self.graph
 
     def _placeholder(self, value: ir.Value) -> fx.Node:
         """A parameter of the function, called like the value as far as Python allows."""
-        name = re.sub(r"\W", "_", value.name or "")
+        name = re.sub(r"\W", "_", value.name or "", flags=re.ASCII)
         if not name.isidentifier() or keyword.iskeyword(name) or name == "self":
             name = f"input_{name}"
-        count, stem = 0, name
-        while name in self.parameter_names:
-            count += 1
-            name = f"{stem}_{count}"
-        self.parameter_names.add(name)
-        return self.graph.placeholder(name)
+        node = self.graph.placeholder(name)
+        # fx prints `target` as the parameter and assigns it to `name`, which it has made unique:
+        # two parameters input and input_1 would become input_1 = input, input_2 = input_1.
+        node.target = node.name
+        return node
 
     def _node(self, node: ir.Node) -> None:
         if self.constants.add_node(node, self.parameters):
             return
         found = find(node.domain, node.op_type)
         if found is None:
-            raise InputError(f"node {node.name}: the torch executor lacks {node.op_type}")
+            raise InputError(f"{called(node)}: the torch executor lacks {node.op_type}")
         entry, keywords = found
         options: dict[str, Any] = {**keywords, **attributes_of(node, entry, self.parameters)}
+        self.types.add(node, entry, options)
         options |= self._wanted(node, entry)
+        check_arguments(node, entry, options)
         if self._fold(node, entry, options) or self._keeps_host(node):
             return
         host = entry.host and all(self._takes_host(node, entry, i) for i in range(len(node.inputs)))
         arguments = [self._argument(node, entry, i, host) for i in range(len(node.inputs))]
         if body_attributes(node):
             arguments = self._with_bodies(node, arguments)
+        if "stacked" in entry.wants:
+            ((_, body),) = body_attributes(node)
+            options["stacked"] = tuple((self.types.of(v), _sizes(v)) for v in body.outputs)
         call = self.graph.call_function(entry.function, tuple(arguments), options)
         call.meta[ONNX] = (node.name, node.op_type, node.domain)
         self._bind(node, call, "outputs" in entry.wants, host)
@@ -152,8 +169,9 @@ class _Scope:
         if "outputs" in entry.wants:
             options["outputs"] = len(node.outputs)
         if "types" in entry.wants:
-            kinds = [0 if v is None or v.dtype is None else v.dtype.value for v in node.inputs]
-            options["types"] = tuple(kinds)
+            kinds = tuple(self.types.of(value) for value in node.inputs)
+            if not (entry.host and all(kind in FLOATS for kind in kinds)):
+                options["types"] = kinds
         if "like" in entry.wants:
             options["like"] = None if self.like is None else self.any(self.like)
         return options
@@ -169,13 +187,18 @@ class _Scope:
             return False
         if "like" in options:
             options = {**options, "like": None}
-        result = entry.function(*literals, **options)
+        try:
+            result = entry.function(*literals, **options)
+        except (ArithmeticError, InputError, LookupError, RuntimeError, TypeError, ValueError):
+            # The node may lie in a branch that is never taken; where it runs, it fails then.
+            return False
         if isinstance(result, Tensor):
             if result.ndim > 1 or result.numel() > LITERAL or result.is_floating_point():
                 return False
             items = result.tolist()
             result = tuple(items) if isinstance(items, list) else items
-        if not all(isinstance(item, int) for item in ints(result)):
+        items = ints(result)
+        if len(items) > LITERAL or not all(isinstance(item, int) for item in items):
             return False
         self.constants.know(node.outputs[0], result)
         return True
@@ -188,6 +211,8 @@ class _Scope:
         if node.op_type != "Cast" or node.inputs[0] is None or not self._is_host(node.inputs[0]):
             return False
         value = node.outputs[0]
+        if not ir.DataType(self.types.of(value)).is_floating_point():
+            return False
         entries = [(find(use.node.domain, use.node.op_type), use.idx) for use in value.uses()]
         if value.is_graph_output() or any(e is None or i not in e[0].hosts for e, i in entries):
             return False
@@ -266,7 +291,7 @@ class _Scope:
         if not self._is_host(value) or (isinstance(found, fx.Node) and found.op == "get_attr"):
             return found
         like = None if self.like is None else self.any(self.like)
-        dtype = None if value.dtype is None else DTYPES.get(value.dtype)
+        dtype = DTYPES.get(self.types.of(value))
         return self.graph.call_function(to_tensor, (found, like, dtype))
 
     def _with_bodies(self, node: ir.Node, arguments: list[Any]) -> list[Any]:

@@ -1,14 +1,36 @@
-"""Which operators of a model the executor lacks, all in one message."""
+"""What the executor lacks or cannot do, in the words of an error."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from qgraph.errors import InputError
+from qgraph.errors import InputError, QGraphError
 from qgraph.runtimes.torch.table import find
 from qgraph.scopes import nodes
 
 _SHOWN = 3
+
+
+def called(node: ir.Node) -> str:
+    """A node in an error."""
+    return f"node {node.name or '(unnamed)'}"
+
+
+def reason(error: Exception) -> str:
+    """Why torch, numpy or Python refused, on one line; with the kind where that is what it says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, RuntimeError | ValueError | TypeError | IndexError) and lines:
+        return lines[0]
+    return ": ".join([type(error).__name__, *lines[:1]])
+
+
+def located(where: str, error: Exception) -> QGraphError:
+    """What is raised for an error at a node, whose name and operator are `where`."""
+    if isinstance(error, InputError) and not str(error).startswith("node "):
+        return InputError(f"{where}: {error}")
+    if isinstance(error, QGraphError):
+        return error
+    return InputError(f"{where}: {reason(error)}")
 
 
 def check_operators(model: ir.Model) -> None:

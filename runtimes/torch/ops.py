@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qgraph.errors import InputError
-from qgraph.runtimes.torch import backends, levels
+from qgraph.runtimes.torch import backends, gradients, levels
 from qgraph.runtimes.torch import dequantize as reference
 
 LIBRARY = torch.library.Library("qgraph", "FRAGMENT")
@@ -57,6 +57,7 @@ def linear(
     """
     _check_codes(codes, scales, zeros, k, layout)
     _check_activation(x, k)
+    _check_bias(bias, x, codes.shape[0])
     y = backends.linear(x.reshape(-1, k), codes, scales, zeros, bias, k, layout)
     return y.view(*x.shape[:-1], codes.shape[0])
 
@@ -71,9 +72,15 @@ def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | None, k: int, layo
 def embedding(
     ids: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, k: int, layout: str
 ) -> Tensor:
-    """W[ids] `[…, k]`, in the dtype of `dequantize`; negative ids count from the end."""
+    """W[ids] `[…, k]`, in the dtype of `dequantize`; negative ids count from the end.
+
+    ids: integers from -N to N - 1.
+
+    Raises:
+        InputError: on the CPU an id that is none of these; a GPU stops with torch's own error.
+    """
     _check_codes(codes, scales, zeros, k, layout)
-    at = torch.where(ids < 0, ids + codes.shape[0], ids).reshape(-1)
+    at = _places(ids, codes.shape[0]).reshape(-1)
     rows = reference.take(at, codes, scales, zeros, k, layout)
     return rows.view(*ids.shape, k)
 
@@ -89,6 +96,7 @@ def linear_fp8_block(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | N
     """
     _check_fp8(weight, scales)
     _check_activation(x, weight.shape[1])
+    _check_bias(bias, x, weight.shape[0])
     y = backends.linear_fp8_block(x.reshape(-1, weight.shape[1]), weight, scales, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -103,6 +111,7 @@ def _linear_fake(
     layout: str,
 ) -> Tensor:
     _check_activation(x, k)
+    _check_bias(bias, x, codes.shape[0])
     return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
@@ -122,6 +131,7 @@ def _linear_fp8_block_fake(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None
 ) -> Tensor:
     _check_activation(x, weight.shape[1])
+    _check_bias(bias, x, weight.shape[0])
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
@@ -130,6 +140,28 @@ def _check_activation(x: Tensor, k: int) -> None:
         raise InputError(f"x of {x.dtype}: wanted float32, float16 or bfloat16")
     if x.ndim == 0 or x.shape[-1] != k:
         raise InputError(f"x of {tuple(x.shape)}: wanted {k} columns")
+
+
+def _check_bias(bias: Tensor | None, x: Tensor, n: int) -> None:
+    if bias is None:
+        return
+    if bias.ndim != 1 or bias.shape[0] != n or bias.dtype not in reference.FLOATS:
+        found = f"{bias.dtype} {tuple(bias.shape)}"
+        raise InputError(f"bias of {found}: wanted floats of {(n,)}, one for each row of W")
+    if bias.device != x.device:
+        raise InputError(f"bias on {bias.device}, x on {x.device}: move one of them")
+
+
+def _places(ids: Tensor, n: int) -> Tensor:
+    """Ids counted from the front, int64; N for those below -N, so that indexing stops at them."""
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+        raise InputError(f"ids of {ids.dtype}: wanted integers")
+    wide = ids.to(torch.int64)
+    at = torch.where(wide < 0, wide + n, wide)
+    out = (at < 0) | (at >= n)
+    if at.device.type == "cpu" and bool(out.any()):
+        raise InputError(f"id {wide[out][0].item()} of a table of {n} rows: wanted {-n} to {n - 1}")
+    return torch.where(out, n, at)
 
 
 def _check_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, k: int, layout: str) -> None:
@@ -190,3 +222,4 @@ for _name, _body, _fake in (
     LIBRARY.define(_name + SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qgraph::{_name}", _fake, lib=LIBRARY)
+gradients.register(LIBRARY)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-import onnx
 import onnx_ir as ir
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from qgraph import onnx_file
 from qgraph.errors import InputError, QGraphError
 from qgraph.formats.base import Array
 from qgraph.function_inlining import inline_functions
 from qgraph.runtimes.base import Arrays, Feeds, Model, ValueSpec
+from qgraph.runtimes.torch.missing import located, reason
 from qgraph.sites import QGRAPH_DOMAIN
 from qgraph.trusted import trusted
 
@@ -38,10 +38,15 @@ def open_session(model: Model, device: str) -> TorchSession:
     graph = loaded.graph
     if not graph.outputs:
         raise InputError(f"{_title(model)} has no outputs: it is empty, or no model")
-    module = executor.build(loaded).eval()
-    inputs = tuple(_spec(value) for value in graph.inputs if value.name not in graph.initializers)
-    outputs = tuple(_spec(value) for value in graph.outputs)
-    return TorchSession(module.to(device), inputs, outputs, device)
+    try:
+        module = executor.build(loaded).eval().to(device)
+        inputs = tuple(_spec(value) for value in graph.inputs if not value.is_initializer())
+        outputs = tuple(_spec(value) for value in graph.outputs)
+    except QGraphError:
+        raise
+    except Exception as error:  # torch, numpy and Python raise many kinds for what does not fit
+        raise InputError(f"torch cannot open {_title(model)}: {reason(error)}") from error
+    return TorchSession(module, inputs, outputs, device)
 
 
 class TorchSession:
@@ -61,15 +66,14 @@ class TorchSession:
         import torch
 
         arguments = self._arguments(feeds)
+        names = [spec.name for spec in self.outputs]
         try:
             with torch.inference_mode():
-                found = self.module(*arguments)
-        except QGraphError:
-            raise
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise InputError(f"torch could not run the model: {_first_line(error)}") from error
-        names = [spec.name for spec in self.outputs]
-        return {name: to_numpy(each) for name, each in zip(names, found, strict=True)}
+                # fx's own __call__ prints the generated code of what fails.
+                found = torch.nn.Module.__call__(self.module, *arguments)
+            return {name: to_numpy(each) for name, each in zip(names, found, strict=True)}
+        except Exception as error:  # torch and Python raise many kinds for what does not fit
+            raise self._error(error, arguments) from error
 
     def timed(self, feeds: Feeds, clock: Callable[[], float]) -> Iterator[tuple[NodeKey, float]]:
         """Run node by node; seconds of each, in the order of execution."""
@@ -88,9 +92,38 @@ class TorchSession:
                 return result
 
         assert isinstance(self.module, fx.GraphModule)
-        with torch.inference_mode():
-            Timed(self.module).run(*self._arguments(feeds))
+        arguments = self._arguments(feeds)
+        try:
+            with torch.inference_mode():
+                Timed(self.module).run(*arguments)
+        except Exception as error:
+            raise self._error(error, arguments) from error
         yield from times
+
+    def _error(self, error: Exception, arguments: list[Tensor]) -> QGraphError:
+        return located(f"torch could not run the model{self._failing(arguments)}", error)
+
+    def _failing(self, arguments: list[Tensor]) -> str:
+        """Which node fails on `arguments`, found by running node by node; "" where none does."""
+        import torch
+        from torch import fx
+
+        failed: list[fx.Node] = []
+
+        class Watched(fx.Interpreter):  # type: ignore[misc, unused-ignore]
+            def run_node(self, n: fx.Node) -> Any:
+                failed[:] = [n]
+                return super().run_node(n)
+
+        assert isinstance(self.module, fx.GraphModule)
+        try:
+            with torch.inference_mode():
+                Watched(self.module).run(*arguments)
+        except Exception:
+            name, operator, _ = failed[0].meta.get("onnx", ("", "", ""))
+            if operator:
+                return f": node {name or '(unnamed)'} ({operator})"
+        return ""
 
     def _arguments(self, feeds: Feeds) -> list[Tensor]:
         known = [spec.name for spec in self.inputs]
@@ -102,7 +135,11 @@ class TorchSession:
     def _argument(self, spec: ValueSpec, feeds: Feeds) -> Tensor:
         if spec.name not in feeds:
             raise InputError(f"the input {spec.name!r} is missing")
-        array = np.asarray(feeds[spec.name])
+        try:
+            array = np.asarray(feeds[spec.name])
+            value = from_numpy(array)
+        except (TypeError, ValueError) as error:  # ragged lists, objects, text
+            raise InputError(f"input {spec.name!r} is no array: {reason(error)}") from error
         if spec.dtype and array.dtype.name != spec.dtype:
             raise InputError(f"input {spec.name!r} is {array.dtype.name}, wanted {spec.dtype}")
         fits = len(array.shape) == len(spec.shape) and all(
@@ -111,7 +148,7 @@ class TorchSession:
         )
         if spec.shape and not fits:
             raise InputError(f"input {spec.name!r} is {array.shape}, wanted {spec.shape}")
-        return from_numpy(array).to(self.device)
+        return value.to(self.device)
 
 
 def from_numpy(array: Array) -> Tensor:
@@ -124,10 +161,12 @@ def from_numpy(array: Array) -> Tensor:
     return torch.from_numpy(array)
 
 
-def to_numpy(value: Any) -> Array:
-    """A result as an array; a host value (an int, or several) becomes int64."""
+def to_numpy(value: Any) -> Any:
+    """A result as an array, a sequence as a list of them; a host value becomes int64."""
     import torch
 
+    if isinstance(value, list):
+        return [to_numpy(item) for item in value]
     if not isinstance(value, torch.Tensor):
         return np.asarray(value, np.int64)
     value = value.detach().cpu()
@@ -140,12 +179,9 @@ def _loaded(model: Model) -> ir.Model:
     """The graph of `model`, its functions inlined but for those that are surely ours."""
     if isinstance(model, ir.Model):
         return _inlined(model.clone()) if _foreign(model) else model
-    try:
-        if isinstance(model, bytes):
-            return _inlined(ir.from_proto(onnx.load_from_string(model)))
-        return _inlined(ir.load(Path(model).absolute()))
-    except (OSError, ValueError, RuntimeError, DecodeError) as error:
-        raise InputError(f"{_title(model)} cannot be read: {_first_line(error)}") from error
+    if isinstance(model, bytes):
+        return _inlined(onnx_file.loads(model))
+    return _inlined(onnx_file.load(model))
 
 
 def _title(model: Model) -> str:
@@ -171,8 +207,3 @@ def _spec(value: ir.Value) -> ValueSpec:
     dtype = "" if value.dtype is None else value.dtype.numpy().name
     shape = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape or ())
     return ValueSpec(value.name or "", dtype, shape)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -6,7 +6,10 @@ by name, whose defaults are ONNX's. What it also wants, it names as keyword:
 opset: the version of the operator's domain that the model imports.
 like: a tensor on the device where new tensors belong, or None.
 outputs: how many outputs the node has; the function then returns a tuple of that many.
-types: the ONNX type of each input, 0 where it is not known.
+types: the ONNX type of each input, 0 where it is not known. A function of host values gets none
+    where all are float16 or wider.
+stacked: the (ONNX type, sizes) of each output of the node's body, as the file says it; a size of
+    0 where it is no number, None for sizes of which not even the number is known.
 
 Values are tensors, lists of tensors (ONNX's sequences), and *host values*: integers and booleans
 of rank 0 (int, bool, SymInt) and 1 (a tuple of them) that come from shapes. A host value is known
@@ -45,7 +48,7 @@ FAMILIES = (
     "sequence",
     "shape",
 )
-RESERVED = frozenset({"opset", "like", "outputs", "types"})
+RESERVED = frozenset({"opset", "like", "outputs", "types", "stacked"})
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -65,9 +68,14 @@ class Entry:
     scalars: frozenset[int] = frozenset()
 
     @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """What the function takes."""
+        return inspect.signature(self.function)
+
+    @functools.cached_property
     def parameters(self) -> frozenset[str]:
         """The names that the function takes as keywords."""
-        return frozenset(inspect.signature(self.function).parameters)
+        return frozenset(self.signature.parameters)
 
     @property
     def wants(self) -> frozenset[str]:

@@ -108,6 +108,28 @@ def test_errors_have_their_status_and_are_one_plain_text(
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.parametrize(
+    "error,first",
+    [
+        (KeyboardInterrupt(), "error: interrupted"),
+        (errors.InputError("full"), "error: full"),
+        (MemoryError(), "error: out of memory"),
+        (ValueError("x"), "error: ValueError: x"),
+    ],
+)
+def test_what_was_noted_of_an_error_is_said(
+    qgraph: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    error: BaseException,
+    first: str,
+) -> None:
+    error.add_note("go on with --resume")
+    monkeypatch.setattr(pipeline, "optimize", failing(error))
+    lines = qgraph("optimize", model, "--quiet").err.splitlines()
+    assert (lines[0], lines[-1]) == (first, "  go on with --resume")
+
+
 def test_a_fault_says_how_to_see_where(
     qgraph: Command, monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:

@@ -158,6 +158,10 @@ def signature(program: Any) -> Any:
     return program["graph_module"]["module_call_graph"][0]["signature"]
 
 
+def entry(config: Any) -> Any:
+    return config["config"]["head.weight"]
+
+
 LEAF = {"type": None, "context": None, "children_spec": []}
 ENUM_KEY = '[{"__enum__": true, "fqn": "antigravity:A", "name": "B"}]'
 ENUM = json.dumps([1, {"type": "builtins.dict", "context": ENUM_KEY, "children_spec": [LEAF]}])
@@ -181,6 +185,10 @@ REFUSED: dict[str, tuple[Callable[[Members], Members], str]] = {
     "pickled weight": (
         lambda m: edited(m, WEIGHTS, lambda c: c["config"]["head.weight"].update(use_pickle=True)),
         "head.weight is pickled",
+    ),
+    "weight whose name is code": (
+        lambda m: edited(m, WEIGHTS, lambda c: c["config"].update({'a"b': entry(c)})),
+        "model_weights_config.json has the name",
     ),
     "old weights": (rename("data/weights/model.pt", b"x"), "data/weights/model.pt, which is no"),
     "compiled code": (rename("data/aotinductor/model/a.so", b"x"), "a.so, which is no tensor"),
@@ -253,6 +261,21 @@ EXPRESSIONS = {
     "FloorDiv(s0, 2) + Max(1, u3) - 4": True,
     "L['target'].size()[0] == L['source'].size()[0]": True,
     "Ne(Mod(L['x'].stride()[0], 8), 0) and L['args'][0].shape[1] <= 1024": True,
+    "Pow(Symbol('s0'), Integer(2)) + s1**2 + PowByNatural(s2, 3)": True,
+    "sqrt(s0) + s0**-0.5 + Pow(s0, Rational(1, 2))": True,
+    "1 << 4 == LShift(s0, 2)": True,
+    "L['x'].storage_offset() * 2 == 0": True,
+    "2**2**2**2**2**9 + s0": False,
+    "((((s0**64)**64)**64)**64)**64": False,
+    "Pow(7, 10**9)": False,
+    "Pow(7, s0)": False,
+    "Pow(7, exp=9)": False,
+    "1 << 100000000000": False,
+    "LShift(1, 100000000000)": False,
+    "Float(1.5, 1000000000)": False,
+    "(0,) * 1000000000": False,
+    "L['x'].shape * 1000000000": False,
+    "L['x'].size() * 1000000000": False,
     "s0 if s1 else s2": False,
     "S('print(1)')": False,
     "Symbol('x y')": False,
@@ -288,6 +311,10 @@ def test_programs_as_torch_saves_them_have_no_violations(tmp_path: Path, name: s
     assert list(pt2_program.violations(program)) == []
 
 
+def on_another_device(config: Any) -> None:
+    config["config"]["head.weight"]["tensor_meta"]["device"] = {"type": "xla", "index": 0}
+
+
 WRONG: dict[str, tuple[Callable[[Members], Members], str]] = {
     "newer archive": (rename("archive_version", b"7"), "archive version '7', wanted '0'"),
     "no program": (
@@ -298,13 +325,29 @@ WRONG: dict[str, tuple[Callable[[Members], Members], str]] = {
     "program that is a list": (rename(PROGRAM, b"[]"), "models/model.json is no JSON object"),
     "newer schema": (
         in_program(lambda p: p.update(schema_version={"major": 99, "minor": 1})),
-        r"cannot be loaded: .*written by torch 2\.\d+.*, schema 99\.1, and this is torch 2",
+        r"cannot be loaded: .*major=99.*written by torch 2\.\d+.*, schema 99\.1, and this is",
     ),
     "a missing weight": (
         lambda m: {k: v for k, v in m.items() if k != "data/weights/weight_0"},
         "cannot be loaded",
     ),
-    "a short weight": (rename("data/weights/weight_0", b"1234"), "cannot be loaded"),
+    "a short weight": (rename("data/weights/weight_0", b"1234"), "storage of size 4"),
+    "an empty weight": (
+        rename("data/weights/weight_0", b""),
+        r"damaged: \S+ has no data .data/weights/weight_0 has 0 bytes",
+    ),
+    "an unknown op": (
+        in_program(lambda p: first_node(p).update(target="torch.ops.my_lib.my_op.default")),
+        r"has no op torch\.ops\.my_lib\.my_op\.default; import the library that defines the op",
+    ),
+    "packed weights": (
+        in_program(lambda p: first_node(p).update(target="torch.ops.qgraph.linear.default")),
+        r"weights qgraph packed already .*give the \.onnx",
+    ),
+    "another device": (
+        lambda m: edited(m, WEIGHTS, on_another_device),
+        r"saved from a module on xla, .*no xla device here: export module\.cpu\(\)",
+    ),
     "TorchScript": (lambda _: {"constants.pkl": b"", "code/a.py": b""}, "TorchScript file"),
     "state_dict": (lambda _: {"data.pkl": b"", "data/0": b""}, "what torch.save writes"),
     "other zip": (lambda _: {"readme.txt": b"x"}, "a zip archive of other files .model/readme"),
@@ -348,6 +391,20 @@ def test_files_that_are_no_archive(tmp_path: Path, members: Members) -> None:
             qgraph.capture(path)
     with pytest.raises(InputError, match="no such file"):
         qgraph.capture(tmp_path / "gone.pt2")
+
+
+def test_members_that_differ_from_their_checksums_are_refused(
+    tmp_path: Path, members: Members
+) -> None:
+    path = write(tmp_path / "model.pt2", members)
+    data = bytearray(path.read_bytes())
+    weight = members["data/weights/weight_0"]
+    data[data.index(weight) + len(weight) // 2] ^= 0x40
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"damaged: model/data/weights/weight_0 differs from its"):
+        qgraph.capture(path)
+    with pytest.raises(InputError, match="differs from its checksum"):
+        qgraph.capture(path, trust=True)
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")

@@ -274,11 +274,21 @@ class Number(nn.Module):
         return x * 2, 3
 
 
+class Quoted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({'x"y': nn.Linear(4, 4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts['x"y'](x)
+
+
 FAULTS = {
     "data-dependent": (
         Outer(Branching()),
         r"Outer, module layers\.1, cannot be exported: GuardOnDataDependentSymNode: Could not "
-        r"guard on data-dependent expression .*torch\.cond",
+        r"guard on data-dependent expression .* .line \d+ of test_torch_export\.py: return x if "
+        r"x\.sum\(\) > 0 else -x.*torch\.cond",
     ),
     "no translation": (
         Outer(Untranslated()),
@@ -288,6 +298,11 @@ FAULTS = {
     "wrong shapes": (
         Outer(Broken()),
         r"Outer, module layers\.1, cannot be exported: RuntimeError: .*\[2, 4\] X \[7, 3\]",
+    ),
+    "a name that is no text of source": (
+        Quoted(),
+        r"Quoted cannot be exported: torch makes Python source of the names .*, such as that of "
+        r"""'parts\.x"y\.weight' .*: rename it""",
     ),
     "no tensor": (Number(), "Number cannot become an ONNX graph: forward returns something"),
 }
@@ -303,7 +318,7 @@ def test_what_torch_cannot_export_is_one_line_with_module_and_reason(
     message = str(caught.value)
     assert "\n" not in message
     assert len(message) < 700
-    assert ".py" not in message
+    assert "/" not in message
     assert caught.value.__cause__ is None
     assert capfd.readouterr() == ("", "")
 
@@ -319,6 +334,12 @@ def test_examples_that_do_not_fit_are_refused() -> None:
         qgraph.capture(mlp, (x, x))
     with pytest.raises(InputError, match=r"one entry for each input"):
         qgraph.capture(mlp, (x,), dynamic_shapes={"y": {0: "batch"}})
+    with pytest.raises(
+        InputError, match=r"opens axis 2 of x, .*shape \[3, 64\]: its axes are 0 to"
+    ):
+        qgraph.capture(mlp, (x,), dynamic_shapes=({0: "batch", 2: "other"},))
+    with pytest.raises(InputError, match="opens axis -3 of x"):
+        qgraph.capture(mlp, (), {"x": x}, dynamic_shapes={"x": {-3: "rows"}})
     with pytest.raises(InputError, match="args, kwargs and dynamic_shapes are for"):
         qgraph.capture("model.onnx", (x,))
     with pytest.raises(InputError, match="a model was wanted, found a int"):
@@ -330,6 +351,24 @@ def test_weights_without_data_are_refused() -> None:
         module = nn.Linear(4, 4)
     with pytest.raises(InputError, match=r"2 weights without data.*such as weight: load"):
         qgraph.capture(module, (torch.randn(2, 4),))
+
+
+def test_packed_weights_are_no_source() -> None:
+    from qgraph.runtimes.torch import ops
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("codes", torch.zeros(4, 1, 16, dtype=torch.uint8))
+            self.register_buffer("scales", torch.ones(4, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            op = torch.ops.qgraph.linear
+            return op(x, self.codes, self.scales, None, None, 32, "Int4V1")
+
+    assert "linear" in ops.SCHEMAS
+    with pytest.raises(InputError, match=r"packed by qgraph already: use the \.onnx file"):
+        qgraph.capture(Packed(), (torch.randn(2, 32),))
 
 
 @pytest.mark.download

@@ -206,7 +206,9 @@ def test_results_of_another_run_are_not_taken(
 ) -> None:
     model = chain(tmp_path)
     stopped(monkeypatch, model, 3)
-    _, result = solve(model, solver="gptq", resume=True, format="uint4:group=16")
+    with pytest.raises(qgraph.InputError, match="6 weights, as weight MatMul_1: uint4:group=32"):
+        solve(model, solver="gptq", resume=True, format="uint4:group=16")
+    _, result = solve(model, solver="gptq", resume=True, force=True, format="uint4:group=16")
     assert any("belong to another run" in note for note in result.report.notes)
     assert "group=16" in str(result.plan.decisions[0].format)
 

@@ -6,14 +6,18 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from qgraph.errors import InputError
+from qgraph.runtimes.torch.onnx_ops import unsigned
 from qgraph.runtimes.torch.onnx_ops.host import (
+    DTYPES,
     Number,
     Value,
+    first,
     is_tensor,
     tensors,
     to_tensor,
@@ -24,43 +28,53 @@ from qgraph.runtimes.torch.table import op
 _NO_KERNELS = {torch.uint16, torch.uint32, torch.uint64}
 """Types that torch stores and does not compute with."""
 
+Types: TypeAlias = tuple[int, ...]
+"""The ONNX types of a node's inputs."""
+
 
 def _binary(
-    a: Value, b: Value, on_host: Callable[..., Number], on_tensors: Callable[..., Tensor]
+    a: Value,
+    b: Value,
+    on_host: Callable[..., Number],
+    on_tensors: Callable[..., Tensor],
+    types: Types = (),
 ) -> Value:
     if not is_tensor(a) and not is_tensor(b):
-        return zip_host(on_host, a, b)
+        return zip_host(on_host, a, b, kind=first(types))
     a, b = tensors(a, b)
     narrow = a.dtype if is_tensor(a) else b.dtype
     if narrow not in _NO_KERNELS:
         return on_tensors(a, b)
-    a, b = (x.to(torch.int64) if is_tensor(x) else x for x in (a, b))
+    a, b = _both(a, b)
+    if narrow == torch.uint64 and on_tensors in _UNSIGNED:
+        return _UNSIGNED[on_tensors](a, b)
+    a, b = a.to(torch.int64), b.to(torch.int64)
     result = on_tensors(a, b)
     return result if result.dtype == torch.bool else result.to(narrow)
 
 
 @op("Add", host=True)
-def add(a: Value, b: Value) -> Value:
+def add(a: Value, b: Value, *, types: Types = ()) -> Value:
     """A + b."""
-    return _binary(a, b, operator.add, operator.add)
+    return _binary(a, b, operator.add, operator.add, types)
 
 
 @op("Sub", host=True)
-def sub(a: Value, b: Value) -> Value:
+def sub(a: Value, b: Value, *, types: Types = ()) -> Value:
     """A - b."""
-    return _binary(a, b, operator.sub, operator.sub)
+    return _binary(a, b, operator.sub, operator.sub, types)
 
 
 @op("Mul", host=True)
-def mul(a: Value, b: Value) -> Value:
+def mul(a: Value, b: Value, *, types: Types = ()) -> Value:
     """A * b."""
-    return _binary(a, b, operator.mul, operator.mul)
+    return _binary(a, b, operator.mul, operator.mul, types)
 
 
 @op("Div", host=True)
-def div(a: Value, b: Value) -> Value:
+def div(a: Value, b: Value, *, types: Types = ()) -> Value:
     """A / b; of integers rounded towards zero."""
-    return _binary(a, b, _truncated, _quotient)
+    return _binary(a, b, _truncated, _quotient, types)
 
 
 def _truncated(a: Number, b: Number) -> Number:
@@ -76,24 +90,53 @@ def _quotient(a: Value, b: Value) -> Tensor:
 
 
 @op("Mod", host=True)
-def mod(a: Value, b: Value, *, fmod: int = 0) -> Value:
+def mod(a: Value, b: Value, *, fmod: int = 0, types: Types = ()) -> Value:
     """The remainder, with the sign of b, or with that of a where `fmod` is set."""
-    if not is_tensor(a) and not is_tensor(b):
-        return zip_host(math.fmod if fmod else operator.mod, a, b)
-    return _binary(a, b, operator.mod, torch.fmod if fmod else torch.remainder)
+    if fmod:
+        return _binary(a, b, lambda x, y: x - y * _truncated(x, y), torch.fmod, types)
+    return _binary(a, b, operator.mod, torch.remainder, types)
 
 
 @op("Pow", host=True, scalars=(1,))
-def power(a: Value, b: Value) -> Value:
+def power(a: Value, b: Value, *, types: Types = ()) -> Value:
     """A to the power of b, in the dtype of a."""
     if not is_tensor(a) and not is_tensor(b):
-        return zip_host(operator.pow, a, b)
+        return zip_host(_power, a, b, kind=first(types))
     a, b = tensors(a, b)
     if is_tensor(b):
         return torch.pow(a, b).to(a.dtype) if is_tensor(a) else torch.pow(a, b)
-    if isinstance(b, float) and not a.is_floating_point():
+    if not a.is_floating_point() and (isinstance(b, float) or b < 0):
         return torch.pow(a.double(), b).to(a.dtype)
-    return torch.pow(a, int(b) if b == int(b) else b)
+    whole = isinstance(b, float) and b.is_integer() and abs(b) < 2**31
+    return torch.pow(a, int(b) if whole else b)
+
+
+def _power(a: Number, b: Number) -> Number:
+    """A to the power of b, integers modulo 2^64.
+
+    Raises:
+        InputError: no number, or a traced size to a power that no int64 holds.
+    """
+    if isinstance(b, float):
+        return _real_power(a, b)
+    if b < 0:
+        # Rounded towards zero; 0 has no such power, as the division says.
+        return 0 if abs(a) > 1 else 1 // a**-b
+    if type(a) is int and type(b) is int:
+        return pow(a, b, 1 << 64)
+    if b > 63:
+        raise InputError(f"a traced size to the power of {b}: wanted at most 63")
+    return a**b
+
+
+def _real_power(a: Number, b: float) -> Number:
+    try:
+        result = a**b
+    except OverflowError:
+        result = math.inf
+    if isinstance(result, complex) or (isinstance(result, float) and not math.isfinite(result)):
+        raise InputError(f"{a} to the power of {b} is no integer: wanted a finite real number")
+    return torch.sym_int(result)
 
 
 @op("Max", host=True)
@@ -131,6 +174,20 @@ def _both(a: Value, b: Value) -> tuple[Tensor, Tensor]:
     return to_tensor(a, b, b.dtype), b
 
 
+_UNSIGNED: dict[Callable[..., Any], Callable[[Tensor, Tensor], Tensor]] = {
+    operator.lt: unsigned.less,
+    operator.le: unsigned.less_or_equal,
+    operator.gt: unsigned.greater,
+    operator.ge: unsigned.greater_or_equal,
+    _quotient: unsigned.quotient,
+    torch.fmod: unsigned.remainder,
+    torch.remainder: unsigned.remainder,
+    _maximum: unsigned.maximum,
+    _minimum: unsigned.minimum,
+}
+"""Of those that differ between int64 and uint64."""
+
+
 @op("Sum")
 def total(*values: Tensor) -> Tensor:
     """The sum of the operands."""
@@ -144,16 +201,16 @@ def mean(*values: Tensor) -> Tensor:
 
 
 @op("Neg", host=True)
-def neg(x: Value) -> Value:
+def neg(x: Value, *, types: Types = ()) -> Value:
     """-x."""
-    return -x if is_tensor(x) else zip_host(operator.neg, x)
+    return -x if is_tensor(x) else zip_host(operator.neg, x, kind=first(types))
 
 
 @op("Abs", host=True)
-def absolute(x: Value) -> Value:
+def absolute(x: Value, *, types: Types = ()) -> Value:
     """|x|."""
     if not is_tensor(x):
-        return zip_host(abs, x)
+        return zip_host(abs, x, kind=first(types))
     return torch.abs(x) if x.dtype.is_signed else x
 
 
@@ -239,10 +296,12 @@ def logical_not(x: Value) -> Value:
 
 
 @op("Where", host=True)
-def where(condition: Value, a: Value, b: Value) -> Value:
+def where(condition: Value, a: Value, b: Value, *, types: Types = ()) -> Value:
     """A where the condition holds, else b."""
     if not is_tensor(condition) and not is_tensor(a) and not is_tensor(b):
-        return zip_host(lambda c, x, y: x if c else y, condition, a, b)
+        return zip_host(
+            lambda c, x, y: x if c else y, condition, a, b, kind=types[1] if types else 0
+        )
     if not is_tensor(condition) and not isinstance(condition, tuple):
         a, b = _both(a, b) if is_tensor(a) or is_tensor(b) else (a, b)
         a, b = torch.broadcast_tensors(a, b)
@@ -250,7 +309,9 @@ def where(condition: Value, a: Value, b: Value) -> Value:
     condition = to_tensor(condition, a if is_tensor(a) else b)
     if not is_tensor(a) and not is_tensor(b):
         # Numbers would be of torch's default type.
-        return torch.where(condition, to_tensor(a, condition), to_tensor(b, condition))
+        kind = DTYPES.get(types[1]) if types else None
+        a, b = to_tensor(a, condition, kind), to_tensor(b, condition, kind)
+        return torch.where(condition, a, b)
     return torch.where(condition, *tensors(a, b))
 
 

@@ -7,11 +7,20 @@ import torch
 from torch import Tensor
 
 from qgraph.errors import InputError
-from qgraph.runtimes.torch.onnx_ops.host import DTYPES, Value, is_tensor, to_tensor, zip_host
+from qgraph.runtimes.torch.onnx_ops.host import (
+    DTYPES,
+    Number,
+    Value,
+    is_tensor,
+    to_tensor,
+    zip_host,
+)
 from qgraph.runtimes.torch.table import op
 
 _SMALL = {ir.DataType.INT4: (4, True), ir.DataType.UINT4: (4, False)}
 _SMALL |= {ir.DataType.INT2: (2, True), ir.DataType.UINT2: (2, False)}
+_OF_HOSTS = {ir.DataType.INT32, ir.DataType.INT64}
+"""Types that integers keep on the host: those that shapes and bounds have."""
 _READ_ONLY = {ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT8E8M0}
 _FLOAT8 = {
     torch.float8_e4m3fn,
@@ -39,12 +48,21 @@ def cast(
         return convert(x, dtype, _SMALL.get(ir.DataType(to)), bool(saturate))
     if dtype.is_floating_point or dtype.is_complex:
         return to_tensor(x, like, dtype)
-    return zip_host(bool if dtype == torch.bool else int_of, x)
+    if dtype == torch.bool:
+        return zip_host(bool, x)
+    if to not in _OF_HOSTS or isinstance(x, float):
+        # A size that torch traces cannot be cut to fewer bits; floats beyond the range torch can.
+        return cast(to_tensor(x, like, _wide(x)), to=to, saturate=saturate, like=like)
+    return zip_host(_int_of, x, kind=to)
 
 
-def int_of(value: Value) -> Value:
+def _wide(value: Value) -> torch.dtype | None:
+    return torch.float64 if isinstance(value, float) else None
+
+
+def _int_of(value: Number) -> Number:
     """A number as an integer; symbolic ones stay as they are."""
-    return int(value) if isinstance(value, (bool, float)) else value
+    return int(value) if isinstance(value, bool) else value
 
 
 @op("CastLike", host=True, scalars=(0,))
@@ -54,16 +72,19 @@ def cast_like(
     *,
     saturate: int = 1,
     round_mode: str = "up",
-    types: tuple[int, ...],
+    types: tuple[int, ...] = (),
+    like: Tensor | None,
 ) -> Value:
-    """X in the element type of `target`; beside a host value, a host value."""
-    if is_tensor(target):
-        if is_tensor(x):
-            return cast(x, to=types[1], saturate=saturate, like=x)
-        return to_tensor(x, target, target.dtype)
-    first = target[0] if isinstance(target, tuple) else target
-    kind = bool if isinstance(first, (bool, torch.SymBool)) else int_of
-    return x.to(torch.int64) if is_tensor(x) else zip_host(kind, x)
+    """X in the element type of `target`."""
+    known = DTYPES.get(types[1]) if types else None
+    if is_tensor(target) and (known is None or known != target.dtype):
+        # Not known, or the module was cast: the type is that of the tensor.
+        return convert(to_tensor(x, target), target.dtype, None, bool(saturate))
+    if known is None:
+        first = target[0] if isinstance(target, tuple) and target else target
+        boolean = isinstance(first, (bool, torch.SymBool))
+        return cast(x, to=ir.DataType.BOOL if boolean else ir.DataType.INT64, like=like)
+    return cast(x, to=types[1], saturate=saturate, like=like)
 
 
 def convert(

@@ -8,17 +8,26 @@ torch.while_loop, whose branches must agree in shape and whose state must keep i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._higher_order_ops import scan as torch_scan
 
 from qgraph.errors import InputError
-from qgraph.runtimes.torch.onnx_ops.host import Value, is_tensor, number, to_tensor
+from qgraph.runtimes.torch.onnx_ops.host import (
+    DTYPES,
+    Value,
+    device_of,
+    is_tensor,
+    number,
+    to_tensor,
+)
 from qgraph.runtimes.torch.table import op
 
 Body = Callable[..., tuple[Any, ...]]
+_Result: TypeAlias = tuple[int, tuple[int, ...] | None]
+"""An ONNX type, and sizes where they are known."""
 
 
 @op("If", hosts=(0,))
@@ -48,6 +57,7 @@ def loop(
     *,
     outputs: int,
     like: Tensor | None,
+    stacked: tuple[_Result, ...],
 ) -> tuple[Value, ...]:
     """A body run up to `inputs[0]` times while its condition holds.
 
@@ -62,22 +72,29 @@ def loop(
                 "traced: run it without torch.export and torch.compile, or on ONNX Runtime"
             )
         return _while(body, limit, condition, state, captured, like)
-    stacked: list[list[Tensor]] = [[] for _ in range(outputs - len(state))]
+    columns: list[list[Tensor]] = [[] for _ in range(outputs - len(state))]
     last = None if limit is None else number(limit)
     count, condition = 0, True if condition is None else condition
     while (last is None or count < last) and bool(condition):
         condition, *results = body(count, condition, *state, *captured)
         state = results[: len(state)]
-        for kept, result in zip(stacked, results[len(state) :], strict=True):
+        for kept, result in zip(columns, results[len(state) :], strict=True):
             kept.append(result)
         count += 1
-    return (*state, *(_stack(kept, like) for kept in stacked))
+    return (*state, *_stack(columns, stacked, like))
 
 
-def _stack(results: list[Tensor], like: Tensor | None) -> Tensor:
-    if not results:
-        return torch.empty(0, device=None if like is None else like.device)
-    return torch.stack(results)
+def _stack(
+    columns: list[list[Tensor]], results: tuple[_Result, ...], like: Tensor | None
+) -> list[Tensor]:
+    """Each column as one tensor; an empty one of the type and sizes of its result in the body."""
+    kinds = results[len(results) - len(columns) :]
+    return [
+        torch.stack(column)
+        if column
+        else torch.empty(0, *(sizes or ()), dtype=DTYPES.get(kind), device=device_of(like))
+        for column, (kind, sizes) in zip(columns, kinds, strict=True)
+    ]
 
 
 def _while(
@@ -119,6 +136,7 @@ def scan(
     directions: tuple[int, ...] = (),
     outputs: int,
     opset: int,
+    stacked: tuple[_Result, ...],
 ) -> tuple[Value, ...]:
     """A body run once for each slice of its inputs; results are stacked.
 
@@ -135,14 +153,15 @@ def scan(
         for x, axis, turned in zip(inputs[-num_scan_inputs:], axes, back, strict=True)
     ]
     if torch.compiler.is_compiling():
-        state, stacked = _traced_scan(body, state, given, captured)
+        state, columns = _traced_scan(body, state, given, captured)
     else:
-        state, stacked = _python_scan(body, state, given, captured, outputs - len(state))
-    out_axes = scan_output_axes or (0,) * len(stacked)
-    out_back = scan_output_directions or (0,) * len(stacked)
+        state, lists = _python_scan(body, state, given, captured, outputs - len(state))
+        columns = _stack(lists, stacked, given[0])
+    out_axes = scan_output_axes or (0,) * len(columns)
+    out_back = scan_output_directions or (0,) * len(columns)
     joined = [
         (torch.flip(results, (0,)) if turned else results).movedim(0, axis)
-        for results, axis, turned in zip(stacked, out_axes, out_back, strict=True)
+        for results, axis, turned in zip(columns, out_axes, out_back, strict=True)
     ]
     return (*state, *joined)
 
@@ -153,14 +172,14 @@ def _python_scan(
     given: list[Tensor],
     captured: tuple[Value, ...],
     count: int,
-) -> tuple[list[Tensor], list[Tensor]]:
+) -> tuple[list[Tensor], list[list[Tensor]]]:
     columns: list[list[Tensor]] = [[] for _ in range(count)]
     for slices in zip(*given, strict=True):
         results = body(*state, *slices, *captured)
         state = list(results[: len(state)])
         for column, result in zip(columns, results[len(state) :], strict=True):
             column.append(result)
-    return state, [_stack(column, given[0]) for column in columns]
+    return state, columns
 
 
 def _traced_scan(

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qgraph.errors import InputError
 from qgraph.runtimes.torch.onnx_ops.host import (
+    DTYPES,
     Number,
     Value,
     axes_of,
+    first,
     ints,
     is_tensor,
     number,
@@ -18,8 +21,8 @@ from qgraph.runtimes.torch.onnx_ops.host import (
 )
 from qgraph.runtimes.torch.table import op
 
-END = 2**31 - 1
-"""From here on a bound means the end: exporters write the largest integer of some type."""
+_ENDS = (2**31 - 1, 2**63 - 1)
+"""As bounds these are no places but the end on the way, as ONNX Runtime reads them."""
 
 
 @op("Slice", host=True, hosts=(1, 2, 3, 4))
@@ -30,7 +33,7 @@ def slice_(x: Value, starts: Value, ends: Value, axes: Value = None, steps: Valu
     if not is_tensor(x):
         items = ints(x)
         for begin, stop, stride in zip(begins, stops, strides, strict=True):
-            items = items[_bounds(begin, stop, stride)]
+            items = tuple(items[i] for i in _places(len(items), begin, stop, stride))
         return items
     where = range(len(begins)) if axes is None else axes_of(axes, x.ndim)
     for axis, begin, stop, stride in zip(where, begins, stops, strides, strict=True):
@@ -38,30 +41,47 @@ def slice_(x: Value, starts: Value, ends: Value, axes: Value = None, steps: Valu
     return x
 
 
-def _bounds(begin: Number, stop: Number, stride: Number) -> slice:
-    if stride < 0 and stop <= -END:
-        stop = None
-    return slice(begin, stop, stride)
+def _places(length: int, begin: Number, stop: Number, stride: int) -> range:
+    """The places that a slice takes of an axis: bounds are clamped to it, as ONNX says.
+
+    Python would take none where a negative stride begins before the first element.
+    """
+    if stride == 0:
+        raise InputError("Slice with a step of 0: wanted another one")
+    low, high = (-1, length - 1) if stride < 0 else (0, length)
+    if length == 0:
+        return range(0)
+    begin = min(max(begin + length if begin < 0 else begin, max(low, 0)), high)
+    if stop in _ENDS:
+        stop = low if stride < 0 else high
+    else:
+        stop = min(max(stop + length if stop < 0 else stop, low), length)
+    return range(begin, stop, stride)
 
 
 def _sliced(x: Tensor, axis: int, begin: Number, stop: Number, stride: int) -> Tensor:
-    if stride > 0:
+    if 0 < stride < _ENDS[0]:
         whole: tuple[Any, ...] = (slice(None),) * axis
-        last = None if isinstance(stop, int) and stop >= END else stop
-        return x[(*whole, slice(begin, last, stride))]
-    length = x.shape[axis]
-    picked = range(length)[_bounds(begin, stop, stride)]
-    return x.index_select(axis, torch.tensor(list(picked), dtype=torch.int64, device=x.device))
+        return x[(*whole, slice(_near(begin), _near(stop), stride))]
+    picked = list(_places(x.shape[axis], begin, stop, stride))
+    return x.index_select(axis, torch.tensor(picked, dtype=torch.int64, device=x.device))
+
+
+def _near(bound: Number) -> Number:
+    """A bound that torch takes without a warning, beyond any axis if this one is."""
+    if isinstance(bound, int) and not -_ENDS[0] <= bound <= _ENDS[0]:
+        return _ENDS[0] if bound > 0 else -_ENDS[0]
+    return bound
 
 
 @op("Gather", host=True)
-def gather(x: Value, indices: Value, *, axis: int = 0) -> Value:
+def gather(x: Value, indices: Value, *, axis: int = 0, types: tuple[int, ...] = ()) -> Value:
     """The slices of x at the indices along an axis; negative ones count from the end."""
     if not is_tensor(x) and not is_tensor(indices):
         items = ints(x)
         return tuple(items[i] for i in indices) if isinstance(indices, tuple) else items[indices]
     if not is_tensor(x):
-        x = to_tensor(x, indices)
+        x = to_tensor(x, indices, DTYPES.get(first(types)))
     axis = axis + x.ndim if axis < 0 else axis
     if not is_tensor(indices) and not isinstance(indices, tuple):
         return x.select(axis, indices)

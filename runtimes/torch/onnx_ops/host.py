@@ -9,6 +9,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from qgraph.errors import InputError
+
 Number: TypeAlias = Any
 """int, bool, float, SymInt or SymBool."""
 Value: TypeAlias = Any
@@ -43,6 +45,19 @@ DTYPES: dict[int, torch.dtype] = {
     ir.DataType.FLOAT4E2M1: torch.float8_e4m3fn,
 }
 """ONNX's element types in torch."""
+
+_WIDTHS: dict[int, tuple[int, bool]] = {
+    kind: (torch.iinfo(dtype).bits, dtype.is_signed)
+    for kind, dtype in DTYPES.items()
+    if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+}
+_WIDTHS |= {
+    ir.DataType.INT4: (4, True),
+    ir.DataType.INT2: (2, True),
+    ir.DataType.UINT4: (4, False),
+    ir.DataType.UINT2: (2, False),
+}
+"""Bits and sign of integer types."""
 
 
 def is_tensor(value: Value) -> bool:
@@ -109,8 +124,38 @@ def _beside(value: tuple[Number, ...], other: Value, like: Tensor | None) -> Ten
     return to_tensor(value, other if known else like, other.dtype if known else None)
 
 
-def zip_host(function: Callable[..., Number], *operands: Value) -> Value:
-    """`function` of host values element by element: numbers and tuples, broadcast as in ONNX."""
+def first(types: tuple[int, ...]) -> int:
+    """The ONNX type of a node's first input; 0 where it is not known, or is one of floats."""
+    return types[0] if types else 0
+
+
+def wrapped(item: Number, kind: int) -> Number:
+    """An integer modulo the width of the ONNX type `kind`, int64 where that is none.
+
+    Symbolic ones stay as they are: sizes and what exporters make of them stay below 2^31.
+    """
+    if type(item) is not int or torch.compiler.is_dynamo_compiling():
+        return item
+    bits, signed = _WIDTHS.get(kind, (64, True))
+    low = item & ((1 << bits) - 1)
+    return low - (1 << bits) if signed and low >> (bits - 1) else low
+
+
+def zip_host(function: Callable[..., Number], *operands: Value, kind: int = 0) -> Value:
+    """`function` of host values element by element: numbers and tuples, broadcast as in ONNX.
+
+    kind: the ONNX type of the results, whose width they keep.
+
+    Raises:
+        InputError: a division by zero.
+    """
+    try:
+        return _zipped(lambda *row: wrapped(function(*row), kind), operands)
+    except ZeroDivisionError as error:
+        raise InputError(f"division of integers by zero: {operands[0]} by {operands[1]}") from error
+
+
+def _zipped(function: Callable[..., Number], operands: Sequence[Value]) -> Value:
     lengths = [len(item) for item in operands if isinstance(item, tuple)]
     if not lengths:
         return function(*operands)

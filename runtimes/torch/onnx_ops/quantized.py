@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 
 import qgraph.runtimes.torch.ops  # noqa: F401  (registers them)
 from qgraph.errors import InputError
@@ -33,11 +33,18 @@ def matmul_nbits(
     """X · Wᵀ + bias with W `[N, K]` packed in blocks along K; float activations at any level.
 
     Raises:
-        InputError: columns in another order (`g_idx`), or a weight packed for one machine.
+        InputError: columns in another order (`g_idx`), a weight packed for one machine, or one
+            of another shape than the attributes say.
     """
     if g_idx is not None or weight_prepacked:
         what = "a g_idx" if g_idx is not None else "a prepacked weight"
         raise InputError(f"MatMulNBits with {what} runs on ONNX Runtime alone")
+    wanted = (N, -(-K // block_size), block_size * bits // 8)
+    if tuple(codes.shape) != wanted:
+        raise InputError(
+            f"MatMulNBits with codes of {tuple(codes.shape)}: wanted {wanted} for N = {N}, "
+            f"K = {K}, bits = {bits}, block_size = {block_size}"
+        )
     return torch.ops.qgraph.linear(
         x, codes, _rows(scales, N), _rows(zeros, N), bias, K, _name(bits, zeros)
     )
@@ -63,23 +70,44 @@ def gather_block_quantized(
     block_size: int = 128,
     gather_axis: int = 0,
     quantize_axis: int = 1,
+    types: tuple[int, ...] = (),
 ) -> Tensor:
-    """Rows of a table packed in bytes `[N, K·bits/8]`, dequantized.
+    """Rows of a table `[N, K]`, dequantized: packed in bytes, or of a 4-bit type of ONNX.
+
+    Without zero points the middle of the range is zero in packed codes, 0 in others.
 
     Raises:
-        InputError: another axis, or codes that are not packed in bytes.
+        InputError: another axis, or codes of another type.
     """
     whole = table.ndim == 2 and gather_axis in (0, -2) and quantize_axis in (1, -1)
-    if not whole or table.dtype != torch.uint8 or scales.ndim != 2:
+    alone = bool(types) and types[0] in (ir.DataType.INT4, ir.DataType.UINT4)
+    if not whole or not (alone or table.dtype == torch.uint8) or scales.ndim != 2:
         raise InputError(
-            "GatherBlockQuantized of anything but the rows of a uint8 matrix runs on ONNX Runtime "
-            "alone"
+            "GatherBlockQuantized of anything but the rows of a matrix of bytes or of 4-bit codes "
+            "runs on ONNX Runtime alone"
         )
-    codes = table.reshape(scales.shape[0], scales.shape[1], block_size * bits // 8)
-    width = scales.shape[1] * block_size
-    return torch.ops.qgraph.embedding(
-        from_front(ids, table.shape[0]), codes, scales, zeros, width, _name(bits, zeros)
-    )
+    if alone:
+        return _rows_of_codes(table, ids, scales, zeros, block_size)
+    width = table.shape[1] * 8 // bits
+    lacking = scales.shape[1] * block_size * bits // 8 - table.shape[1]
+    codes = pad(table, (0, lacking)).reshape(*scales.shape, block_size * bits // 8)
+    return torch.ops.qgraph.embedding(ids, codes, scales, zeros, width, _name(bits, zeros))
+
+
+def _rows_of_codes(
+    table: Tensor, ids: Tensor, scales: Tensor, zeros: Tensor | None, block: int
+) -> Tensor:
+    """Rows of a table with one code in each byte, less their zero points, times their scales."""
+
+    def rows(part: Tensor) -> Tensor:
+        return embedding(from_front(ids, part.shape[0]), part)
+
+    def columns(part: Tensor) -> Tensor:
+        return rows(part).repeat_interleave(block, -1)[..., : table.shape[1]]
+
+    steps = columns(scales)
+    codes = rows(table).to(steps.dtype)
+    return (codes if zeros is None else codes - columns(zeros).to(steps.dtype)) * steps
 
 
 _BNB4 = ("Fp4V1", "Nf4V1")

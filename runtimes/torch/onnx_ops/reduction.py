@@ -7,7 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qgraph.runtimes.torch.onnx_ops.host import Value, axes_of, ints, is_tensor, number
+from qgraph.runtimes.torch.onnx_ops.host import (
+    Value,
+    axes_of,
+    first,
+    ints,
+    is_tensor,
+    number,
+    wrapped,
+)
 from qgraph.runtimes.torch.table import op
 
 _Reduce = Callable[[Tensor, tuple[int, ...], bool], Tensor]
@@ -58,7 +66,6 @@ def _end(dtype: torch.dtype, *, lowest: bool) -> float:
 _REDUCTIONS: dict[str, _Reduce] = {
     "ReduceSum": _sum,
     "ReduceMean": _mean,
-    "ReduceProd": _product,
     "ReduceMax": _largest,
     "ReduceMin": _smallest,
     "ReduceL1": lambda x, axes, keep: _sum(torch.abs(x), axes, keep),
@@ -73,33 +80,50 @@ def _root(x: Tensor) -> Tensor:
     return torch.sqrt(x.double()).to(x.dtype) if not x.is_floating_point() else torch.sqrt(x)
 
 
+def _reduced(
+    compute: _Reduce, x: Tensor, axes: Value, keepdims: int, noop_with_empty_axes: int
+) -> Tensor:
+    chosen = () if axes is None else axes_of(axes, x.ndim)
+    if not chosen:
+        if noop_with_empty_axes:
+            # The operator's own function still applies, to each element alone.
+            return compute(x.unsqueeze(-1), (-1,), False)
+        chosen = tuple(range(x.ndim))
+    return compute(x, chosen, bool(keepdims)) if chosen else compute(x[None], (0,), False)
+
+
 def _enter(name: str, compute: _Reduce) -> None:
-    @op(name, host=name == "ReduceProd", hosts=(1,))
+    @op(name, hosts=(1,))
     def function(
-        x: Value, axes: Value = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0
-    ) -> Value:
-        if not is_tensor(x):
-            return _host_product(x, keepdims)
-        chosen = () if axes is None else axes_of(axes, x.ndim)
-        if not chosen:
-            if noop_with_empty_axes:
-                # The operator's own function still applies, to each element alone.
-                return compute(x.unsqueeze(-1), (-1,), False)
-            chosen = tuple(range(x.ndim))
-        return compute(x, chosen, bool(keepdims)) if chosen else compute(x[None], (0,), False)
+        x: Tensor, axes: Value = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0
+    ) -> Tensor:
+        return _reduced(compute, x, axes, keepdims, noop_with_empty_axes)
 
     function.__name__ = function.__qualname__ = name.lower()
 
 
-def _host_product(x: Value, keepdims: int) -> Value:
-    result = 1
-    for item in ints(x):
-        result = result * item
-    return (result,) if keepdims and isinstance(x, tuple) else result
-
-
 for _name, _function in _REDUCTIONS.items():
     _enter(_name, _function)
+
+
+@op("ReduceProd", host=True, hosts=(1,))
+def reduce_prod(
+    x: Value,
+    axes: Value = None,
+    *,
+    keepdims: int = 1,
+    noop_with_empty_axes: int = 0,
+    types: tuple[int, ...] = (),
+) -> Value:
+    """The product over axes; of a shape, the number of its elements."""
+    if is_tensor(x):
+        return _reduced(_product, x, axes, keepdims, noop_with_empty_axes)
+    if noop_with_empty_axes and (axes is None or not ints(axes)):
+        return x
+    result = 1
+    for item in ints(x):
+        result = wrapped(result * item, first(types))
+    return (result,) if keepdims and isinstance(x, tuple) else result
 
 
 @op("ArgMax")
@@ -128,9 +152,19 @@ def cumsum(x: Tensor, axis: Value, *, exclusive: int = 0, reverse: int = 0) -> T
     where = number(axis)
     turned = torch.flip(x, (where,)) if reverse else x
     sums = torch.cumsum(turned, where, dtype=x.dtype)
-    if exclusive:
-        sums = sums - turned
+    sums = _before(sums, where, 0) if exclusive else sums
     return torch.flip(sums, (where,)) if reverse else sums
+
+
+def _before(running: Tensor, axis: int, start: int) -> Tensor:
+    """Each result without its own element: that of the place before, `start` at the first.
+
+    To take the element out again would not give back what it rounded away.
+    """
+    sizes = list(running.shape)
+    sizes[axis] = 1
+    moved = torch.cat([running.new_full(sizes, start), running], axis)
+    return moved.narrow(axis, 0, running.shape[axis])
 
 
 @op("CumProd", hosts=(1,))
@@ -138,8 +172,6 @@ def cumprod(x: Tensor, axis: Value, *, exclusive: int = 0, reverse: int = 0) -> 
     """Running products along an axis; `exclusive` leaves each element out of its own."""
     where = number(axis)
     turned = torch.flip(x, (where,)) if reverse else x
-    if exclusive:
-        first = torch.ones_like(turned.narrow(where, 0, 1))
-        turned = torch.cat([first, turned.narrow(where, 0, x.shape[where] - 1)], where)
     products = torch.cumprod(turned, where, dtype=x.dtype)
+    products = _before(products, where, 1) if exclusive else products
     return torch.flip(products, (where,)) if reverse else products

@@ -29,7 +29,8 @@ def top_k(
 @op("NonZero")
 def non_zero(x: Tensor) -> Tensor:
     """The places of elements that are not zero, `[rank, count]`."""
-    return x.nonzero().t() if x.ndim else x.reshape(1).nonzero().t()[:0]
+    # Of a number, ONNX Runtime gives places in a vector of one element.
+    return torch.atleast_1d(x).nonzero().t()
 
 
 @op("Unique")

@@ -14,6 +14,7 @@ from qgraph.runtimes.torch.onnx_ops.host import (
     Value,
     axes_of,
     device_of,
+    first,
     ints,
     is_tensor,
     number,
@@ -46,7 +47,14 @@ def identity(x: Value) -> Value:
 
 
 @op("Reshape", host=True, hosts=(1,))
-def reshape(x: Value, shape: Value, *, allowzero: int = 0, like: Tensor | None = None) -> Value:
+def reshape(
+    x: Value,
+    shape: Value,
+    *,
+    allowzero: int = 0,
+    like: Tensor | None = None,
+    types: tuple[int, ...] = (),
+) -> Value:
     """X with another shape: 0 keeps a size, -1 takes what is left."""
     wanted = ints(shape)
     if not is_tensor(x):
@@ -54,7 +62,7 @@ def reshape(x: Value, shape: Value, *, allowzero: int = 0, like: Tensor | None =
             return ints(x)
         if wanted == ():
             return number(x)
-        x = to_tensor(x, like)
+        x = to_tensor(x, like, DTYPES.get(first(types)))
     if not allowzero:
         wanted = tuple(
             x.shape[axis] if isinstance(item, int) and item == 0 else item
@@ -81,7 +89,9 @@ def squeeze(x: Value, axes: Value = None) -> Value:
 
 
 @op("Unsqueeze", host=True, hosts=(1,))
-def unsqueeze(x: Value, axes: Value = None, *, like: Tensor | None = None) -> Value:
+def unsqueeze(
+    x: Value, axes: Value = None, *, like: Tensor | None = None, types: tuple[int, ...] = ()
+) -> Value:
     """X with new axes of size one, counted in the result."""
     axes = ints(axes)
     if not is_tensor(x):
@@ -89,20 +99,26 @@ def unsqueeze(x: Value, axes: Value = None, *, like: Tensor | None = None) -> Va
             return (x,)
         if not axes:
             return x
-        x = to_tensor(x, like)
+        x = to_tensor(x, like, DTYPES.get(first(types)))
     for axis in sorted(axes_of(axes, x.ndim + len(axes))):
         x = x.unsqueeze(axis)
     return x
 
 
 @op("Expand", host=True, hosts=(1,))
-def expand(x: Value, shape: Value, *, like: Tensor | None = None) -> Value:
-    """X broadcast with a shape."""
+def expand(
+    x: Value, shape: Value, *, like: Tensor | None = None, types: tuple[int, ...] = ()
+) -> Value:
+    """X broadcast with a shape.
+
+    Raises:
+        InputError: sizes that differ, neither of them 1.
+    """
     wanted = ints(shape)
     if not is_tensor(x):
         if wanted == ():
             return x
-        x = to_tensor(x, like)
+        x = to_tensor(x, like, DTYPES.get(first(types)))
     missing = max(0, x.ndim - len(wanted))
     wanted = (1,) * missing + wanted
     x = x.reshape((1,) * (len(wanted) - x.ndim) + tuple(x.shape))
@@ -114,7 +130,11 @@ def _broadcast(have: Number, want: Number) -> Number:
 
     A traced size stands for sizes above one, which a broadcast keeps.
     """
-    return want if isinstance(have, int) and have == 1 else -1
+    if isinstance(have, int) and have == 1:
+        return want
+    if isinstance(have, int) and isinstance(want, int) and want not in (1, have):
+        raise InputError(f"Expand of an axis of {have} to {want}: wanted {have} or 1")
+    return -1
 
 
 @op("Tile", hosts=(1,))
@@ -143,7 +163,11 @@ def value_range(
     numbers = [_whole(number(item)) for item in (start, limit, delta)]
     known = [DTYPES[kind] for kind in types if kind]
     dtype = known[0] if known else torch.int64
-    return torch.arange(*numbers, dtype=dtype, device=device_of(like))
+    begin, end, step = numbers
+    python = all(isinstance(item, (int, float)) for item in numbers)
+    if python and step and (end - begin) / step <= 0:
+        return torch.empty(0, dtype=dtype, device=device_of(like))
+    return torch.arange(begin, end, step, dtype=dtype, device=device_of(like))
 
 
 def _whole(item: Number) -> Number:

@@ -4,8 +4,10 @@ import dataclasses
 import gc
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -192,6 +194,45 @@ def test_repacked_weights_follow_their_tensors() -> None:
     zeroed = product()
     assert error(zeroed, x, w.floats()) < 6e-3
     assert not torch.equal(zeroed, first)
+    repack.clear()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("part", [0, 1])
+def test_repacked_weights_follow_writes_that_torch_does_not_count(
+    part: int, inference: bool
+) -> None:
+    repack.clear()
+    x = torch.randn(2, 512).bfloat16()
+    writes: list[Callable[[torch.Tensor], object]] = [
+        lambda tensor: tensor.data.copy_(tensor.flip(0)),
+        lambda tensor: tensor.data.copy_(tensor.flip(1)),
+        lambda tensor: np.copyto(tensor.numpy(), tensor.flip(0).numpy()),
+        lambda tensor: tensor.data.view(-1)[-1:].add_(1),
+    ]
+    with torch.inference_mode(inference):
+        w = weight(4, "symmetric", 33, 512, 32)
+        parts = w.codes.clone(), w.scales.clone()
+        for write in writes:
+            torch.ops.qgraph.linear(x, *parts, None, None, 512, w.layout)
+            write(parts[part])
+            found = torch.ops.qgraph.linear(x, *parts, None, None, 512, w.layout)
+            floats = w._replace(codes=parts[0], scales=parts[1]).floats()
+            assert error(found, x, floats) < 6e-3
+    assert repack.size() == 1
+    repack.clear()
+
+
+def test_views_with_other_strides_are_packed_on_their_own() -> None:
+    repack.clear()
+    codes, scales = weight(4, "symmetric", 16, 512, 32).parts[:2]
+    x = torch.randn(2, 128).bfloat16()
+    for view in (slice(0, 4), slice(0, 8, 2)):
+        parts = codes[:, view], scales[:, view]
+        found = torch.ops.qgraph.linear(x, *parts, None, None, 128, "Int4V1")
+        w = torch.ops.qgraph.dequantize(*parts, None, 128, "Int4V1")
+        assert error(found, x, w) < 6e-3
+    assert repack.size() == 2
     repack.clear()
 
 

@@ -131,6 +131,25 @@ def test_a_loop_that_stacks_runs_and_says_that_it_cannot_be_traced() -> None:
 def test_a_scan_and_a_loop_of_nothing() -> None:
     module, _ = pair(SCAN)
     state, stacked = module(torch.zeros(0, 4), torch.ones(4))
-    assert (state.tolist(), stacked.numel()) == ([1, 1, 1, 1], 0)
-    module, _ = pair(STACKING)
-    assert module(rows(2), torch.tensor(0))[0].numel() == 0
+    assert (state.tolist(), stacked.shape) == ([1, 1, 1, 1], (0, 4))
+
+
+@pytest.mark.parametrize("open_as", ["captured", "file"])
+@pytest.mark.parametrize("sizes", [(3, 4), (0, 4)])
+def test_a_loop_of_nothing_gives_the_type_and_rank_of_its_results(
+    open_as: str, sizes: tuple[int, int]
+) -> None:
+    text = """g (float[M, 4] x, int64 n) => (float[M, 4] y, int64[K, M, 4] s, bool[K] t) {
+        v = Constant<value = bool {1}>()
+        y, s, t = Loop (n, v, x) <body = b (int64 i, bool c, float[M, 4] v)
+                => (bool d, float[M, 4] u, int64[M, 4] w, bool e) {
+            d = Identity(c)  u = Add(v, v)  w = Cast<to = 7>(u)  e = Identity(c) }> }"""
+    module, wanted = pair(text)
+    if open_as == "file":
+        model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> {text}')
+        module = registry.load("target", "torch").open(model.SerializeToString()).module
+    for count in (0, 2):
+        feeds = torch.ones(sizes), torch.tensor(count)
+        for found, expected in zip(module(*feeds), wanted(feeds), strict=True):
+            assert (found.numpy().dtype, found.ndim) == (expected.dtype, expected.ndim)
+            assert found.shape[0] == expected.shape[0]

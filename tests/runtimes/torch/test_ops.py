@@ -257,3 +257,40 @@ def test_bad_fp8_parts_are_named() -> None:
         OPS.linear_fp8_block(torch.ones(1, 64), weights, torch.ones(1, 1), None)
     with pytest.raises(InputError, match="wanted float8_e4m3fn"):
         OPS.linear_fp8_block(torch.ones(1, 64), weights.float(), torch.ones(2, 1), None)
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        torch.ones(1),
+        torch.ones(7),
+        torch.ones(3, 8),
+        torch.ones(8, dtype=torch.int32),
+        torch.ones(8, device="meta"),
+    ],
+)
+def test_a_bias_has_one_float_for_each_row(bias: torch.Tensor) -> None:
+    w = weight(4, "symmetric", 8, 64, 32)
+    for x in (torch.ones(3, 64), torch.ones(3, 64).bfloat16()):
+        with pytest.raises(InputError, match=r"^bias (of|on)"):
+            OPS.linear(x, *w.parts, bias, 64, w.layout)
+    fp8 = torch.ones(8, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(InputError, match=r"^bias (of|on)"):
+        OPS.linear_fp8_block(torch.ones(3, 64), fp8, torch.ones(1, 1), bias)
+
+
+@pytest.mark.parametrize("bad", [8, -9, -16, 2**62])
+def test_an_id_beyond_the_table_is_refused(bad: int) -> None:
+    w = weight(4, "symmetric", 8, 64, 32)
+    with pytest.raises(InputError, match=f"id {bad} of a table of 8 rows: wanted -8 to 7"):
+        OPS.embedding(torch.tensor([0, bad]), *w.parts, 64, w.layout)
+
+
+def test_ids_are_integers_of_any_width() -> None:
+    w = weight(4, "symmetric", 8, 64, 32)
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        rows = OPS.embedding(torch.tensor([1, 7], dtype=dtype), *w.parts, 64, w.layout)
+        assert torch.equal(rows, w.floats()[[1, 7]])
+    for dtype in (torch.bool, torch.float32):
+        with pytest.raises(InputError, match="wanted integers"):
+            OPS.embedding(torch.ones(2, dtype=dtype), *w.parts, 64, w.layout)

@@ -6,10 +6,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
 
+from qgraph import registry
 from qgraph.errors import InputError
 from qgraph.formats.base import Layout, parse
 from qgraph.runtimes.torch.onnx_ops.quantized import dequantize
@@ -48,6 +50,61 @@ def test_what_matmul_bnb4_refuses(change: dict[str, int], word: str) -> None:
     attributes = {"K": 64, "N": 2, "block_size": 32, "quant_type": 1, **change}
     with pytest.raises(InputError, match=word):
         run(Case("MatMulBnb4", (f32(1, 64), u8(64), f32(4)), attributes, MICROSOFT))
+
+
+@pytest.mark.parametrize(
+    "change", [{"N": 4}, {"N": 16}, {"K": 32}, {"block_size": 64}, {"bits": 8}, {"block_size": 16}]
+)
+def test_matmul_nbits_refuses_attributes_that_lie(change: dict[str, int]) -> None:
+    attributes = {"K": 64, "N": 8, "bits": 4, "block_size": 32, **change}
+    x = f32(2, attributes["K"])
+    case = Case("MatMulNBits", (x, u8(8, 2, 16), f32(8, 2)), attributes, MICROSOFT)
+    with pytest.raises(InputError, match=r"MatMulNBits with codes of \(8, 2, 16\): wanted"):
+        run(case)
+
+
+GATHER = {"block_size": 32, "gather_axis": 0, "quantize_axis": 1}
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("bits,k", [(4, 64), (4, 48), (8, 40), (2, 36)])
+def test_gather_block_quantized_equals_onnxruntime(bits: int, k: int, zeros: bool) -> None:
+    """Whole blocks, and rows that end within one."""
+    blocks = -(-k // 32)
+    parts = u8(5, k * bits // 8), np.array([[0, 3, -1]]), abs(f32(5, blocks))
+    points = (u8(5, -(-blocks * bits // 8), seed=1),) if zeros else ()
+    case = Case("GatherBlockQuantized", (*parts, *points), {**GATHER, "bits": bits}, MICROSOFT)
+    same(run(case), run_onnxruntime(case.model(), case.feeds())[0])
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("name", ["int4", "uint4"])
+@pytest.mark.parametrize("k", [64, 48])
+def test_gather_of_codes_that_are_not_packed(name: str, k: int, zeros: bool) -> None:
+    lowest, dtype = (-8, ml_dtypes.int4) if name == "int4" else (0, ml_dtypes.uint4)
+    draw = np.random.default_rng(0)
+    table = draw.integers(lowest, lowest + 16, (5, k)).astype(dtype)
+    points = draw.integers(lowest, lowest + 16, (5, 2)).astype(dtype)
+    ids = np.array([[0, 3, -1]])
+    kept = (table, ids, abs(f32(5, 2)), *((points,) if zeros else ()))
+    case = Case("GatherBlockQuantized", kept, {**GATHER, "bits": 4}, MICROSOFT)
+    model = case.model()
+    # ONNX Runtime is fed no 4-bit arrays: they are constants.
+    for i, value in reversed(list(enumerate(kept))):
+        if i != 1:
+            tensor = onnx.numpy_helper.from_array(value, f"x{i}")
+            model.graph.initializer.append(tensor)
+            del model.graph.input[i]
+    session = registry.load("target", "torch").open(model.SerializeToString())
+    (found,) = session.run({"x1": ids}).values()
+    same(torch.from_numpy(found), run_onnxruntime(model, {"x1": ids})[0])
+
+
+@pytest.mark.parametrize("bad", [5, -6, -9])
+def test_gather_block_quantized_refuses_ids_beyond_the_table(bad: int) -> None:
+    parts = u8(5, 32), np.array([1, bad]), abs(f32(5, 2))
+    with pytest.raises(InputError, match=f"id {bad} of a table of 5 rows: wanted -5 to 4"):
+        run(Case("GatherBlockQuantized", parts, {**GATHER, "bits": 4}, MICROSOFT))
 
 
 FP8 = "MatMulBlockQuantizedFp8Weight"

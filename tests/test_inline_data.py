@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from qgraph.frontends import external_data, inline_data, onnx_file
+from qgraph import external_data, inline_data, onnx_file
 
 
 def tensors(proto: onnx.ModelProto) -> list[TensorProto]:
@@ -173,7 +173,8 @@ def test_links_are_followed_and_hard_links_read_plainly(tmp_path: Path) -> None:
 MEASURE = """
 import sys
 import onnx_ir as ir
-from qgraph.frontends import canonical, onnx_file
+from qgraph import onnx_file
+from qgraph.frontends import canonical
 def peak():
     # Unlike ru_maxrss, this does not start at the peak of the process that started this one.
     with open("/proc/self/status") as status:

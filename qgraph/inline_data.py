@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import onnx
 
-from qgraph.frontends.external_data import holds_tensors
+from qgraph.external_data import holds_tensors
 
 LARGE = 1 << 20
 """Bytes from which on a tensor's data stays in the file."""

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper, parser
 
+from qgraph import onnx_file
 from qgraph.errors import InputError
-from qgraph.frontends import onnx_file
 from qgraph.frontends.canonical import canonicalize
 from qgraph.scopes import scopes
 
@@ -395,7 +395,8 @@ def test_names_that_are_no_text_and_attributes_that_hold_nothing(tmp_path: Path)
 LAZY = """
 import sys
 import onnx_ir as ir
-from qgraph.frontends import canonical, onnx_file
+from qgraph import onnx_file
+from qgraph.frontends import canonical
 from qgraph.verify import verify
 def peak():
     # Unlike ru_maxrss, this does not start at the peak of the process that started this one.

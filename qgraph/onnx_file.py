@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 
 import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from qgraph import external_data, inline_data
 from qgraph.errors import InputError
-from qgraph.frontends import external_data, inline_data
 from qgraph.scopes import scopes
 
 LARGEST = 2**31 - 1
@@ -37,21 +38,45 @@ def load(path: str | os.PathLike[str]) -> ir.Model:
             outside the model's folder.
     """
     file = _checked_path(path)
-    proto = _parse(file)
-    _check_model(proto, file)
     files = external_data.DataFiles(file)
+    model = _checked(inline_data.read(file), file, os.path.getsize(file), files.check)
+    files.anchor(model)
+    return model
+
+
+def loads(data: bytes) -> ir.Model:
+    """Read the bytes of an ONNX file, which hold all its weights.
+
+    Raises:
+        InputError: no readable ONNX model, or one with external data.
+    """
+    return _checked(data, "the model", len(data), _refuse_external)
+
+
+def _checked(
+    data: bytes, title: str, size: int, check_external: Callable[[str, onnx.TensorProto], None]
+) -> ir.Model:
+    """The model in `data`, each tensor looked at; title and size in bytes go into errors."""
+    proto = _parse(data, title, size)
+    _check_model(proto, title, data[:64])
     for label, tensor in external_data.tensors(proto):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            files.check(label, tensor)
+            check_external(label, tensor)
         else:
             _check_inline(label, tensor)
     try:
         model = ir.serde.deserialize_model(proto)
     except Exception as error:  # onnx-ir raises many kinds for what a graph must not hold
-        raise InputError(f"{file} is no valid ONNX model: {_cause(error)}") from error
+        raise InputError(f"{title} is no valid ONNX model: {_cause(error)}") from error
     _check_text(model)
-    files.anchor(model)
     return model
+
+
+def _refuse_external(label: str, tensor: onnx.TensorProto) -> None:
+    raise InputError(
+        f"{label} lies in a data file, and a model given as bytes has no folder to find it in: "
+        "give the path of the model instead"
+    )
 
 
 def _checked_path(path: str | os.PathLike[str]) -> str:
@@ -89,15 +114,12 @@ def _neighbours(file: str) -> str:
     return f"; the folder holds {', '.join(names[:5])}" if names else ""
 
 
-def _parse(file: str) -> onnx.ModelProto:
-    data = inline_data.read(file)
+def _parse(data: bytes, title: str, size: int) -> onnx.ModelProto:
     proto = onnx.ModelProto()
     try:
         proto.ParseFromString(data)
     except DecodeError:
-        raise InputError(
-            f"{file} is no ONNX model: {_describe(data[:64], os.path.getsize(file))}"
-        ) from None
+        raise InputError(f"{title} is no ONNX model: {_describe(data[:64], size)}") from None
     return proto
 
 
@@ -118,7 +140,7 @@ def _describe(data: bytes, size: int) -> str:
     return f"found {size} bytes that begin with {data[:8]!r}"
 
 
-def _check_model(proto: onnx.ModelProto, file: str) -> None:
+def _check_model(proto: onnx.ModelProto, title: str, head: bytes) -> None:
     """Protobuf parses almost anything: these fields say that it is a model."""
     lacking = [
         words
@@ -131,16 +153,14 @@ def _check_model(proto: onnx.ModelProto, file: str) -> None:
         if not present
     ]
     if lacking:
-        with open(file, "rb") as stream:
-            head = stream.read(64)
         known = next((words for magic, words in _KINDS if head.startswith(magic)), "")
         raise InputError(
-            f"{file} is no complete ONNX model: {' and '.join(lacking)} missing"
+            f"{title} is no complete ONNX model: {' and '.join(lacking)} missing"
             + (f" (it is {known})" if known else "; it may be truncated or not be ONNX at all")
         )
     if proto.ir_version > onnx.IR_VERSION:
         raise InputError(
-            f"{file} has IR version {proto.ir_version}; the installed onnx {onnx.__version__} "
+            f"{title} has IR version {proto.ir_version}; the installed onnx {onnx.__version__} "
             f"reads up to {onnx.IR_VERSION}. Upgrade onnx, or export with an older one"
         )
 
