@@ -13,6 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import qgraph
 from qgraph import InputError, registry
 from qgraph.calibration import Calibration, CalibrationData
 
@@ -162,3 +163,16 @@ def test_texts_are_read_by_the_folders_own_tokenizer(tmp_path: Path) -> None:
     data = load(text, model, sequence=4, folder=folder, tokenizer=tmp_path / "given.json")
     assert not any("own tokenizer" in note for note in data.notes)
     assert load(IDS, model, folder=folder).tokens == 16
+
+
+def test_a_model_that_is_a_folder_brings_its_tokenizer(tmp_path: Path) -> None:
+    text = tmp_path / "t.txt"
+    text.write_text("a b " * 4)
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    with pytest.raises(InputError, match="needs the model's tokenizer"):
+        qgraph.optimize(folder, calibrate=text)
+    write_tokenizer(folder / "tokenizer.json")
+    with pytest.raises(InputError, match="llama") as caught:  # there is no model in it
+        qgraph.optimize(folder, calibrate=text)
+    assert "tokenizer" not in str(caught.value)

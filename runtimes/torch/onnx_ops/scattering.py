@@ -33,7 +33,10 @@ def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = 
     depth = indices.shape[-1]
     flat = torch.zeros_like(wide[..., 0])
     for axis, place in enumerate(places):
-        flat = flat * x.shape[axis] + from_front(place, x.shape[axis])
+        front, size = from_front(place, x.shape[axis]), x.shape[axis]
+        # A place beyond its axis would be one in another row.
+        outside = (front < 0) | (front >= size) | (flat < 0)
+        flat = torch.where(outside, -1, flat * size + front)
     rows = x.flatten(0, depth - 1)
     flat = flat.reshape([-1] + [1] * (rows.ndim - 1))
     new = updates.reshape([-1, *rows.shape[1:]])

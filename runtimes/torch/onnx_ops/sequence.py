@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qgraph.errors import InputError
 from qgraph.runtimes.torch.onnx_ops.host import Value, ints, number
 from qgraph.runtimes.torch.table import op
 
@@ -30,16 +31,23 @@ def sequence_at(sequence: list[Tensor], position: Value) -> Tensor:
 @op("SequenceInsert", hosts=(2,))
 def sequence_insert(sequence: list[Tensor], tensor: Tensor, position: Value = None) -> list[Tensor]:
     """The list with a tensor put in before a position, or at the end."""
-    at = len(sequence) if position is None else int(number(position))
-    at = at + len(sequence) if at < 0 else at
+    at = len(sequence) if position is None else _place(position, len(sequence), len(sequence))
     return [*sequence[:at], tensor, *sequence[at:]]
+
+
+def _place(position: Value, count: int, last: int) -> int:
+    """A position counted from the front, at most `last`."""
+    at = int(number(position))
+    if not -count <= at <= last:
+        raise InputError(f"position {at} in a sequence of {count}: wanted {-count} to {last}")
+    return at + count if at < 0 else at
 
 
 @op("SequenceErase", hosts=(1,))
 def sequence_erase(sequence: list[Tensor], position: Value = None) -> list[Tensor]:
     """The list without the tensor at a position, the last by default."""
-    at = -1 if position is None else int(number(position))
-    at = at + len(sequence) if at < 0 else at
+    count = len(sequence)
+    at = _place(-1 if position is None else position, count, count - 1)
     return [*sequence[:at], *sequence[at + 1 :]]
 
 

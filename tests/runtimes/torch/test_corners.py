@@ -116,3 +116,24 @@ def test_an_impossible_expand_is_refused(shape: tuple[int, ...]) -> None:
     case = Case("Expand", (f32(2, 3), i64(*shape)))
     with pytest.raises(InputError, match="Expand of an axis of"):
         opened(case.model()).run(case.feeds())
+
+
+@pytest.mark.parametrize("reduction", ["none", "add", "max", "mul"])
+@pytest.mark.parametrize("place", [(0, 3), (0, -4), (2, 0), (-3, 1)])
+def test_an_update_beyond_an_axis_is_refused(place: tuple[int, int], reduction: str) -> None:
+    inputs = f32(2, 3), np.array([place]), f32(1)
+    case = Case("ScatterND", inputs, {"reduction": reduction}, opset=18)
+    with pytest.raises(InputError, match="out of bounds"):
+        opened(case.model()).run(case.feeds())
+
+
+@pytest.mark.parametrize("step", ["SequenceInsert(s, x, p)", "SequenceErase(s, p)"])
+def test_a_position_beyond_a_sequence_is_refused(step: str) -> None:
+    text = f"""g (float[A] x, int64 p) => (float[B] y) {{
+        s = SequenceConstruct(x, x)  t = {step}  y = ConcatFromSequence<axis = 0>(t) }}"""
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}')
+    session = opened(model)
+    assert session.run({"x": f32(2), "p": np.array(-2)})["y"].shape in ((6,), (2,))
+    for position in (3, -3):
+        with pytest.raises(InputError, match=f"position {position} in a sequence of 2"):
+            session.run({"x": f32(2), "p": np.array(position)})
