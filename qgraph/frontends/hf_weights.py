@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ def files(folder: Path) -> list[Path]:
     """
     if (folder / "adapter_config.json").exists():
         raise InputError(f"{folder} holds an adapter: merge it into its model and save that")
-    if (folder / _ONE).exists():
+    if os.path.lexists(folder / _ONE):  # also a link to nowhere
         return [within(folder, _ONE)]
-    if (folder / _INDEX).exists():
+    if os.path.lexists(folder / _INDEX):
         return [within(folder, name) for name in _shards(within(folder, _INDEX))]
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     others = sorted(path.name for path in folder.glob("*.safetensors"))

@@ -249,7 +249,7 @@ def dequantize(
 def linear_fp8_block(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """Compute y `[M, N]` of x `[M, K]`; see `ops.linear_fp8_block`.
 
-    Rows that are no whole blocks are padded once.
+    Rows that are no whole blocks are padded, once on the CPU and at every call on a GPU.
     """
     n, k = weight.shape
     blocks = -(-k // FP8_BLOCK)

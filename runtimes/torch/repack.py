@@ -4,8 +4,8 @@ A repacked weight costs its own bytes beside the original's: the op's inputs can
 Entries go when the storage of a part is gone, at the next repack or `clear()`. A part that was
 written to is packed again: torch counts writes, but neither those through `.data` or numpy nor
 those to inference tensors, so each use compares sums of the part's bytes, 15 to 30 % of the time
-of a matrix-vector product (4096² and 576², one thread). Off the CPU that comparison would wait for the device: there nothing
-is kept.
+of a matrix-vector product (4096² and 576², one thread). Off the CPU that comparison would wait
+for the device: there nothing is kept.
 """
 
 from __future__ import annotations

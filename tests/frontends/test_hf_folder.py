@@ -190,6 +190,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / "model.safetensors").rename(f / "a.safetensors"),
         "has a.safetensors, but neither model.safetensors nor model.safetensors.index.json",
     ),
+    "weights nowhere": (
+        lambda f: (linked(f, "model.safetensors"), (f.parent / "model.safetensors").unlink()),
+        "lacks 'model.safetensors' .*No such file",
+    ),
     "weights elsewhere": (lambda f: linked(f, "model.safetensors"), "'model.safetensors' is /"),
     "a configuration elsewhere": (lambda f: linked(f, "config.json"), "'config.json' is /"),
     "a bias too many": (
