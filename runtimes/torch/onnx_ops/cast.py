@@ -50,6 +50,8 @@ def cast(
         return to_tensor(x, like, dtype)
     if dtype == torch.bool:
         return zip_host(bool, x)
+    if to in _OF_HOSTS and isinstance(x, float) and abs(x) < 1 << 31:
+        return int(x)  # a bound of Range must not become data
     if to not in _OF_HOSTS or isinstance(x, float):
         # A size that torch traces cannot be cut to fewer bits; floats beyond the range torch can.
         return cast(to_tensor(x, like, _wide(x)), to=to, saturate=saturate, like=like)

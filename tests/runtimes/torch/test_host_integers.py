@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 
 from qgraph import registry
 from qgraph.errors import InputError
+from qgraph.runtimes.torch.executor import build
 from qgraph.runtimes.torch.onnx_ops.arithmetic import power
 from tests.runtimes.torch.one_node import f32, run_onnxruntime
 
@@ -141,3 +143,23 @@ def test_a_division_by_zero_fails_where_it_runs() -> None:
     assert session.run({"x": f32(4), "c": np.array(False)})["y"].tolist() == (-f32(4)).tolist()
     with pytest.raises(InputError, match="by zero"):
         session.run({"x": f32(4), "c": np.array(True)})
+
+
+def test_a_float_bound_of_range_stays_on_the_host() -> None:
+    """As exporters write arange(n): a float constant, cast like the size."""
+    text = """<ir_version: 10, opset_import: ["" : 23]>
+        g (int64[B, N] x) => (int64[M] y) <float zero = {0}, float one = {1}> {
+            s = Shape <start = 1, end = 2> (x)
+            axis = Constant <value_ints = [0]> ()
+            n = Squeeze (s, axis)
+            first = CastLike (zero, n)
+            step = CastLike (one, n)
+            y = Range (first, n, step)
+        }"""
+    module = build(ir.from_onnx_text(text))
+    x = torch.zeros(2, 5, dtype=torch.int64)
+    dims = {0: torch.export.Dim("b"), 1: torch.export.Dim("n")}
+    program = torch.export.export(module, (x,), dynamic_shapes=(dims,))
+    assert program.module()(x[:, :3])[0].tolist() == [0, 1, 2]
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="eager")
+    assert compiled(x)[0].tolist() == [0, 1, 2, 3, 4]
