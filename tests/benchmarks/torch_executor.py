@@ -11,7 +11,9 @@ Needs a C++ compiler, as torch.compile does; `--no-compile` times the executor a
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import platform
 import statistics
 import subprocess
 import sys
@@ -183,7 +185,8 @@ def main() -> None:
 
     import torch
 
-    found: dict[str, Any] = {"torch": torch.__version__, "threads": chosen.threads}
+    found: dict[str, Any] = {"date": datetime.date.today().isoformat()}
+    found |= {"machine": platform.machine(), "torch": torch.__version__, "threads": chosen.threads}
     found["compiled"] = not chosen.no_compile
     with tempfile.TemporaryDirectory() as folder:
         for variant in chosen.variants.split(","):

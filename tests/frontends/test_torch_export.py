@@ -53,12 +53,13 @@ def plan(graph: qgraph.Graph) -> qgraph.QuantPlan:
     return make_plan(graph.sites(), Recipe(min_elements=0), capabilities)
 
 
+@pytest.mark.parametrize("target", ["ort-cpu", "torch-cpu"])
 @pytest.mark.parametrize("name", RUNS)
-def test_the_graph_computes_what_the_module_does(name: str) -> None:
+def test_the_graph_computes_what_the_module_does(name: str, target: str) -> None:
     pytest.importorskip("onnxruntime")
     graph = captured(name)
     inputs = [value.name for value in graph.model.graph.inputs]
-    found = qgraph.open(graph).run(
+    found = qgraph.open(graph, target).run(
         {key: each.numpy() for key, each in zip(inputs, case(name).args, strict=True)}
     )
     tolerance = 1e-5 if "float16" not in name else 5e-3
@@ -403,8 +404,10 @@ def test_minilm_computes_what_the_module_does(tmp_path: Path) -> None:
     ids = torch.randint(0, 30000, (3, 17))
     mask = torch.ones_like(ids)
     mask[0, 9:] = 0
-    outputs = qgraph.open(graph).run({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+    feeds = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
     with torch.no_grad():
         wanted = module(input_ids=ids, attention_mask=mask).last_hidden_state.numpy()
-    error = np.abs(outputs["last_hidden_state"] - wanted).max()
-    assert error <= 1e-5 * np.abs(wanted).max()
+    for target in ("ort-cpu", "torch-cpu"):
+        outputs = qgraph.open(graph, target).run(feeds)
+        error = np.abs(outputs["last_hidden_state"] - wanted).max()
+        assert error <= 1e-5 * np.abs(wanted).max(), target
