@@ -182,7 +182,8 @@ class Bnb4(LevelGroups):
             bound += np.abs(weight.more["mean"]) * np.float32(2.0**-21)
         return bound
 
-    def _spelling(self) -> Spelling:
+    def spelling(self) -> Spelling:
+        """See `LevelGroups.spelling`."""
         if not self.double:
             return Spelling(self.levels, "high")
         return Spelling(self.levels, "high", scale_levels(), "nested", _DOUBLE_STEPS)

@@ -109,7 +109,8 @@ class Fp8(LevelGroups):
         scales = read_scales(parts["scales"], self._scale_rows(n), nb)
         return Scales(np.repeat(scales, self._shared_rows or n, axis=0)[:n])
 
-    def _spelling(self) -> Spelling:
+    def spelling(self) -> Spelling:
+        """See `LevelGroups.spelling`."""
         return Spelling(_VALUES[self.numbers], shared_rows=self._shared_rows)
 
     def parts(

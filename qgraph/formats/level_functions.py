@@ -19,12 +19,11 @@ import onnx
 import onnx_ir as ir
 
 from qgraph.formats.base import Array
+from qgraph.formats.linear_function import ROWS, STACKED
 
 Order = Literal["low", "high", "halves"]
 """Where the even elements of a block lie in its bytes: in the low halves, or in the high ones; or
 (halves) its first half in the low halves, its second in the high ones."""
-ROWS = 128
-"""Rows of W that are float at a time, and that share scales in blocks of 128 × 128."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,7 +117,8 @@ _VALUES: dict[Order, str] = {
     "halves": "values = Concat <axis = 2> (plane_0, plane_1)",
 }
 
-_LINEAR = """
+_LINEAR = (
+    """
 <domain: "qgraph", opset_import: ["" : {opset}]>
 {name} <k, dtype> (x, {inputs}) => (y) {{
     zero = Constant <value_ints = [0]> ()
@@ -167,23 +167,9 @@ _LINEAR = """
         {own_steps}
         column = Unsqueeze (row_steps, two)
         scaled = Mul (values, column)
-        w_shape = Concat <axis = 0> (last, width)
-        w = Reshape (scaled, w_shape)
-        w_transposed = Transpose <perm = [1, 0]> (w)
-        product = MatMul (columns, w_transposed)
-        stop = Min (end, n)
-        lacking = Sub (end, stop)
-        part_pads = Concat <axis = 0> (zero, zero, zero, lacking)
-        part = Pad (product, part_pads)
-    }}> (starts)
-    stacked_shape = Concat <axis = 0> (lead_1, last)
-    stacked = Reshape (parts, stacked_shape)
-    y_shape = Concat <axis = 0> (lead, n)
-    begins = Mul (y_shape, zero)
-    shaped = Slice (stacked, begins, y_shape)
-    y = Cast <to: int = @dtype> (shaped)
-}}
 """
+    + STACKED
+)
 _COLUMNS = (
     "by_code_shape = Concat <axis = 0> (last, groups, bytes, planes)",
     "by_code = Reshape (padded, by_code_shape)",

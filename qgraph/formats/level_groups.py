@@ -50,7 +50,7 @@ class LevelGroups(Format):
     """Codes of up to 8 bits that stand for the levels of a table.
 
     What a subclass gives: the table, how scales are chosen (`_scales`), stored (`_scale_specs`,
-    `_pack_scales`, `_unpack_scales`) and read by the ONNX functions (`_spelling`). Codes that do
+    `_pack_scales`, `_unpack_scales`) and read by the ONNX functions (`spelling`). Codes that do
     not fill bytes also give `_blocks`, `_pack_bits` and `_unpack_bits`.
     """
 
@@ -102,7 +102,7 @@ class LevelGroups(Format):
         """The inverse."""
 
     @abstractmethod
-    def _spelling(self) -> Spelling:
+    def spelling(self) -> Spelling:
         """How the ONNX functions read codes and scales."""
 
     def validate(self, n: int, k: int) -> None:
@@ -239,11 +239,11 @@ class LevelGroups(Format):
 
     def function(self, opset: int) -> ir.Function:
         """See `Format.function`."""
-        return dequantize_function(self.function_name, opset, self._spelling())
+        return dequantize_function(self.function_name, opset, self.spelling())
 
     def linear(self, opset: int) -> ir.Function:
         """See `Format.linear`."""
-        return linear_function(self.linear_name, opset, self._spelling())
+        return linear_function(self.linear_name, opset, self.spelling())
 
 
 def largest(rows: Array, group: int) -> Array:

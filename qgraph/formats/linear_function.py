@@ -17,7 +17,27 @@ from qgraph.formats.onnx_function import Zeros
 ROWS = 128
 """Rows of W that are float at a time."""
 
-_TEXT = """
+STACKED = """\
+        w_shape = Concat <axis = 0> (last, width)
+        w = Reshape (scaled, w_shape)
+        w_transposed = Transpose <perm = [1, 0]> (w)
+        product = MatMul (columns, w_transposed)
+        stop = Min (end, n)
+        lacking = Sub (end, stop)
+        part_pads = Concat <axis = 0> (zero, zero, zero, lacking)
+        part = Pad (product, part_pads)
+    }}> (starts)
+    stacked_shape = Concat <axis = 0> (lead_1, last)
+    stacked = Reshape (parts, stacked_shape)
+    y_shape = Concat <axis = 0> (lead, n)
+    begins = Mul (y_shape, zero)
+    shaped = Slice (stacked, begins, y_shape)
+    y = Cast <to: int = @dtype> (shaped)
+}}
+"""
+"""How each `qgraph::Linear…` multiplies a block of rows of W, and puts the blocks together."""
+_TEXT = (
+    """
 <domain: "qgraph", opset_import: ["" : {opset}]>
 {name} <k, dtype> (x, codes, scales{zeros}) => (y) {{
     zero = Constant <value_ints = [0]> ()
@@ -69,23 +89,9 @@ _TEXT = """
         wide_steps = Cast <to = 1> (steps)
         steps_column = Unsqueeze (wide_steps, two)
         scaled = Mul (centered, steps_column)
-        w_shape = Concat <axis = 0> (last, width)
-        w = Reshape (scaled, w_shape)
-        w_transposed = Transpose <perm = [1, 0]> (w)
-        product = MatMul (columns, w_transposed)
-        stop = Min (end, n)
-        lacking = Sub (end, stop)
-        part_pads = Concat <axis = 0> (zero, zero, zero, lacking)
-        part = Pad (product, part_pads)
-    }}> (starts)
-    stacked_shape = Concat <axis = 0> (lead_1, last)
-    stacked = Reshape (parts, stacked_shape)
-    y_shape = Concat <axis = 0> (lead, n)
-    begins = Mul (y_shape, zero)
-    shaped = Slice (stacked, begins, y_shape)
-    y = Cast <to: int = @dtype> (shaped)
-}}
 """
+    + STACKED
+)
 
 
 def linear_function(name: str, opset: int, bits: int, zeros: Zeros) -> ir.Function:

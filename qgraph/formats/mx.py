@@ -91,7 +91,8 @@ class Mxfp4(DoubledLevels, Mx):
         """`DequantizeMxfp4V1`, or `DequantizeMxfp4HalvesV1`."""
         return f"DequantizeMxfp4{'Halves' if self.order == 'halves' else ''}V1"
 
-    def _spelling(self) -> Spelling:
+    def spelling(self) -> Spelling:
+        """See `LevelGroups.spelling`."""
         return Spelling(self.levels, self._order, small_floats.E8M0)
 
 
@@ -117,7 +118,8 @@ class Mxfp8(Mx):
         """`DequantizeMxfp8E4m3V1`, or `DequantizeMxfp8E5m2V1`."""
         return f"DequantizeMxfp8{self.element.capitalize()}V1"
 
-    def _spelling(self) -> Spelling:
+    def spelling(self) -> Spelling:
+        """See `LevelGroups.spelling`."""
         return Spelling(_VALUES[self.element], scale_levels=small_floats.E8M0)
 
 

@@ -109,7 +109,8 @@ class Nvfp4(DoubledLevels):
         layout = self.default_layout if layout.kind == "own" else layout
         return super().unpack(parts, n, k, layout)
 
-    def _spelling(self) -> Spelling:
+    def spelling(self) -> Spelling:
+        """See `LevelGroups.spelling`."""
         steps = ("steps = Mul (plain_steps, tensor)",)
         return Spelling(self.levels, "low", small_floats.E4M3, "tensor", steps)
 

@@ -76,7 +76,7 @@ def _spelling(layout: str) -> Spelling | None:
     from qgraph.formats.level_groups import LevelGroups
 
     found = named(f"Dequantize{layout}")
-    return found._spelling() if isinstance(found, LevelGroups) else None
+    return found.spelling() if isinstance(found, LevelGroups) else None
 
 
 @functools.cache

@@ -78,7 +78,7 @@ class Int3(LevelGroups):
     def _unpack_scales(self, parts: Mapping[Part, Array], n: int, nb: int) -> Scales:
         return Scales(read_scales(parts["scales"], n, nb))
 
-    def _spelling(self) -> Spelling:
+    def spelling(self) -> Spelling:
         return Spelling(self.levels, unpack=tuple(_unpack()), codes_in=(8, _WORD))
 
 
