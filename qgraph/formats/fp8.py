@@ -16,8 +16,9 @@ import onnx_ir as ir
 from qgraph.formats import small_floats
 from qgraph.formats.base import Array, Format, Layout, Part, PartSpec, QuantizedWeight
 from qgraph.formats.grouping import check_scale_dtype, count_groups, read_scales
-from qgraph.formats.level_functions import ROWS, Spelling
+from qgraph.formats.level_functions import Spelling
 from qgraph.formats.level_groups import LevelGroups, Scales, float_scales, largest
+from qgraph.formats.linear_function import ROWS
 
 Granularity = Literal["tensor", "row", "block"]
 
