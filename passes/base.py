@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import onnx_ir as ir
 
 from qgraph.calibration import Calibration
 from qgraph.capabilities import Capabilities, Query
-from qgraph.formats.base import PARTS, Layout, Part
+from qgraph.checkpoint_source import CheckpointSource
+from qgraph.formats.base import PARTS, Array, Layout, Part
 from qgraph.graph import Graph
 from qgraph.plan import QuantPlan
 from qgraph.quant_tensor import QuantSource, QuantTensor
@@ -31,6 +32,10 @@ class Findings:
     statistics: by site, calibration tokens and how many input channels were zero on all of them.
     banned_at: by site, kernels whose int8 activations cost too much on calibration data.
     level_steps: what was done about those. measured: whether calibration data has been seen.
+    ranges: by site, what its input spans, where scales of inputs are known beforehand.
+    imported: by site, the weight that a checkpoint brings quantized.
+    permuted: by site, the one behind it in whose act order its output channels lie.
+    outliers: by site, the columns of its input that are to stay in float, int64.
     """
 
     solved: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -38,6 +43,10 @@ class Findings:
     banned_at: dict[str, frozenset[Query]] = dataclasses.field(default_factory=dict)
     level_steps: list[Step] = dataclasses.field(default_factory=list)
     measured: bool = False
+    ranges: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    imported: Mapping[str, CheckpointSource] = dataclasses.field(default_factory=dict)
+    permuted: dict[str, str] = dataclasses.field(default_factory=dict)
+    outliers: dict[str, Array] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -83,7 +92,8 @@ class PackedParts:
         for value in rewriter.model.graph.initializers.values():
             tensor = value.const_value
             if isinstance(tensor, QuantTensor):
-                self._values[(id(tensor.source), tensor.part, tensor.layout)] = value
+                layout = tensor.layout.of(tensor.part)
+                self._values[(id(tensor.source), tensor.part, layout)] = value
 
     def get(self, source: QuantSource, layout: Layout) -> dict[Part, ir.Value]:
         """The parts of `source` in `layout`, declared next to each other."""
@@ -92,7 +102,7 @@ class PackedParts:
         for part in PARTS:
             if part not in specs:
                 continue
-            key = (id(source), part, layout)
+            key = (id(source), part, layout.of(part))
             value = self._values.get(key)
             if value is None or not value.is_initializer():
                 tensor = QuantTensor(source, part, layout, "")

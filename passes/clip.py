@@ -32,7 +32,7 @@ def fit(rows: Tensor, hessian: Tensor, fmt: Format, dtype: ir.DataType) -> Quant
     Args:
         rows: float32 `[N, K]`; worked on in tiles of rows.
         hessian: float32 `[K, K]`, the mean of x xᵀ or a multiple of it.
-        fmt: a format whose groups have free scales.
+        fmt: a format whose groups have ranges of their own.
         dtype: in which the scales are stored.
 
     Raises:

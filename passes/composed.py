@@ -35,7 +35,7 @@ class Solvers:
 
     def chooses_ranges(self, fmt: Format) -> bool:
         """Whether one of the steps does, and the format lets it."""
-        return self.ranges is not None and fmt.free_scales
+        return self.ranges is not None and fmt.has_ranges
 
 
 def candidates(spec: str, *, with_data: bool) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def fit(
 
     Args:
         rows: float32 `[N, K]`; worked on in tiles of rows.
-        fmt: a format whose groups have free scales.
+        fmt: a format whose groups have ranges of their own.
         dtype: in which the scales are stored.
         importance: h, float32 `[K]`, > 0; see `importance`. None where all columns count alike.
 

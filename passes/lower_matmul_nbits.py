@@ -11,10 +11,12 @@ import onnx_ir as ir
 
 from qgraph.capabilities import MATMUL_NBITS, Answer, Query
 from qgraph.errors import InputError
+from qgraph.formats.base import Part
 from qgraph.graph import Graph
 from qgraph.kernel_choice import best_kernel, layout_of, spell_kernel
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
-from qgraph.recipe import LEVELS
+from qgraph.passes.block_sums import BlockSumsWriter
+from qgraph.recipe import FLOAT, LEVELS
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter, drop_constant
 from qgraph.sites import CONTRIB, Site
@@ -33,6 +35,8 @@ class LowerMatMulNBits(Pass):
              y = MatMul(x, t)            (or Gemm <transB = 1> (x, w, bias))
     after:   y = com.microsoft::MatMulNBits <K, N, bits, block_size, accuracy_level>
                  (x, codes, scales, zeros, , bias)
+    Float zero points become minimums, which another product adds (`qgraph.block_sums`):
+             y = Add(MatMulNBits(x, codes, scales), MatMul(sums of x, Transpose(minimums)))
     float16 does not hold the scales of mxfp4 and nvfp4 as 8-bit integers: there
              y = Cast(MatMulNBits(Cast(x), …))          computed in float32
     """
@@ -51,7 +55,7 @@ class LowerMatMulNBits(Pass):
     def run(self, graph: Graph, context: Context) -> list[Step]:
         """Fuse every linear that reads a dequantized weight."""
         rewriter = Rewriter(graph.model)
-        parts = PackedParts(rewriter)
+        parts, sums = PackedParts(rewriter), BlockSumsWriter(rewriter)
         steps = []
         for site in graph.sites():
             if not is_lazy(site.dequantizer) or site.role == "embedding":
@@ -62,7 +66,7 @@ class LowerMatMulNBits(Pass):
                     continue  # another lowering's
                 check_view(site)
                 check_activation(site)
-                nodes = _fused(site, query, parts, rewriter)
+                nodes = _fused(site, query, parts, sums)
             except CannotFuse as refused:
                 code, detail = refused.args
                 steps.append(Step(self.name, "MatMulNBits", site.name, "refused", code, detail))
@@ -84,6 +88,7 @@ def chosen(site: Site, context: Context, accuracy_level: str = "") -> tuple[Answ
     """The best kernel for a site that reads a dequantized weight, or the nearest refusal."""
     assert site.dequantizer is not None
     recipe = context.plan.recipe
+    decision = context.plan.of(site.name)
     return best_kernel(
         context.capabilities,
         site,
@@ -92,6 +97,7 @@ def chosen(site: Site, context: Context, accuracy_level: str = "") -> tuple[Answ
         context.banned_for(site.name),
         recipe.prefer,
         recipe.dequantize_at_load,
+        (decision.activations if decision is not None else None) or FLOAT,
     )
 
 
@@ -133,41 +139,64 @@ def missing_axes(site: Site) -> int | None:
     return None if shape is None else max(0, rank - max(2, len(shape)))
 
 
-def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> list[ir.Node]:
+def _fused(site: Site, query: Query, parts: PackedParts, sums: BlockSumsWriter) -> list[ir.Node]:
     """MatMulNBits and what must stand around it; the last node gives the site's result."""
-    assert site.dequantizer is not None
-    source = source_of(site.dequantizer)
-    casts = query.dtype == "float32" and site.dtype != ir.DataType.FLOAT
+    assert site.dequantizer is not None and site.dtype is not None
+    source, rewriter, dtype = source_of(site.dequantizer), parts.rewriter, site.dtype
+    casts = query.dtype == "float32" and dtype != ir.DataType.FLOAT
+    rank = _rank(site) if query.sums else 0
 
     def fuse(activation: ir.Value, bias: ir.Value | None) -> list[ir.Node]:
-        nodes = [_cast(site, rewriter, activation, "wide", ir.DataType.FLOAT)] if casts else []
         packed = parts.get(source, layout_of(source.format, query))
-        node = rewriter.node(
-            "MatMulNBits",
-            [
-                nodes[0].outputs[0] if casts else activation,
-                packed["codes"],
-                packed["scales"],
-                packed.get("zeros"),
-                None,
-                bias,
-            ],
-            name=f"{site.name}/fused",
-            domain=CONTRIB,
-            attributes={
-                "K": site.k,
-                "N": site.n,
-                "bits": query.bits,
-                "block_size": query.block,
-                "accuracy_level": query.level,
-            },
-            dtype=ir.DataType.FLOAT if casts else site.dtype,
-        )
-        assert site.dtype is not None
-        back = [_cast(site, rewriter, node.outputs[0], "narrow", site.dtype)] if casts else []
-        return [*nodes, node, *back]
+        if casts:
+            wide = _cast(site, rewriter, activation, "wide", ir.DataType.FLOAT)
+            node = _product(site, query, packed, wide.outputs[0], bias, rewriter)
+            return [wide, node, _cast(site, rewriter, node.outputs[0], "narrow", dtype)]
+        node = _product(site, query, packed, activation, bias, rewriter)
+        if not query.sums:
+            return [node]
+        nodes, found = sums.sums(site, activation, rank, query.block)
+        return [*nodes, node, *sums.added(site, node, found, packed["minimums"])]
 
     return around(site, rewriter, fuse, takes_bias=not casts)
+
+
+def _rank(site: Site) -> int:
+    """The number of axes of the activation, for sums of its blocks."""
+    if site.op == "Gemm":
+        return 2
+    shape = site.activation.shape
+    if shape is None or len(shape) < 2:
+        found = "is not known" if shape is None else "is 1"
+        raise CannotFuse(
+            "WEIGHT_RANK", f"the rank of the activation {found}: no sums of its blocks"
+        )
+    return len(shape)
+
+
+def _product(
+    site: Site,
+    query: Query,
+    packed: dict[Part, ir.Value],
+    activation: ir.Value,
+    bias: ir.Value | None,
+    rewriter: Rewriter,
+) -> ir.Node:
+    """The op itself, in the type of its activation."""
+    return rewriter.node(
+        "MatMulNBits",
+        [activation, packed["codes"], packed["scales"], packed.get("zeros"), None, bias],
+        name=f"{site.name}/fused",
+        domain=CONTRIB,
+        attributes={
+            "K": site.k,
+            "N": site.n,
+            "bits": query.bits,
+            "block_size": query.block,
+            "accuracy_level": query.level,
+        },
+        dtype=ir.DataType.FLOAT if query.dtype == "float32" else site.dtype,
+    )
 
 
 def _cast(

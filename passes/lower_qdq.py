@@ -79,7 +79,7 @@ _Need = int | tuple[str, str]
 
 def _own(graph: Graph, context: Context) -> list[Site]:
     """The sites whose best kernel is DequantizeLinear and what reads it."""
-    sites = [site for site in graph.sites() if is_lazy(site.dequantizer)]
+    sites = [s for s in graph.sites() if s.state == "dequantize" and is_lazy(s.dequantizer)]
     return [site for site in sites if chosen(site, context)[1].op == DEQUANTIZE_LINEAR]
 
 

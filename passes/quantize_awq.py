@@ -33,20 +33,13 @@ class Awq(Scaling):
         self, problems: Sequence[Problem], ranges: Ranges | None, ties: Tensor
     ) -> tuple[Tensor, str]:
         """See `Scaling.scale`; alpha = 0, no factors, is among those tried."""
-        import torch
-
         from qgraph.passes import awq
 
         moments = problems[0].moments
         assert moments is not None
 
         def quantize(index: int, rows: Tensor) -> Tensor:
-            problem = problems[index]
-            if ranges is None:
-                found = problem.fmt.quantize(rows.cpu().numpy(), problem.dtype)
-            else:
-                found = ranges.fit(dataclasses.replace(problem, weights=rows, plain=rows))
-            return torch.from_numpy(problem.fmt.dequantize(found)).to(rows.device)
+            return problems[index].rounded(rows, ranges)
 
         weights = [problem.weights for problem in problems]
         scale, figures = awq.search(weights, moments.hessian, moments.magnitude, ties, quantize)

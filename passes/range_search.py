@@ -8,6 +8,7 @@ number or 0.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -42,7 +43,8 @@ def search(
 
     Args:
         rows: float32 `[N, K]`.
-        fmt: a format whose groups have free scales.
+        fmt: a format whose groups have ranges of their own; where only some scales can be stored,
+            its `moves` are tried, and neither `shrink` nor `shifts`.
         dtype: in which the scales are stored.
         loss: of a group.
         shrink: factors of the width of the range from the least to the largest weight; of the
@@ -89,6 +91,8 @@ def _search(
     import torch
 
     own = fmt.quantize(rows.cpu().numpy(), dtype)
+    if not fmt.free_scales:
+        return _moved(rows, fmt, own, loss)
     n, k = rows.shape
     floats = has_float_zeros(own.zeros)
     weights = _grouped(rows, own.scales.shape[1], fmt.group or k, floats)
@@ -115,6 +119,23 @@ def _search(
         return QuantizedWeight(codes, scales, None)
     zeros = best.zero.cpu().numpy().astype(own.zeros.dtype)
     return QuantizedWeight(codes, scales, zeros)
+
+
+def _moved(rows: Tensor, fmt: Format, own: QuantizedWeight, loss: Loss) -> QuantizedWeight:
+    """The rows on the scales of least loss among those near the format's own, `own`."""
+    import torch
+
+    n, k = rows.shape
+    weights = _grouped(rows, own.scales.shape[1], fmt.group or k, False)
+    scale = torch.from_numpy(own.scales.astype(np.float32)).to(rows.device)
+    zero, book = torch.zeros_like(scale), codebook(fmt, rows.device)
+    best, steps = _Best(weights, scale, zero, book, loss), np.zeros(own.scales.shape, np.int16)
+    for step in fmt.moves:
+        tried = fmt.moved(own, np.full_like(steps, step)).scales.astype(np.float32)
+        better = best.consider(torch.from_numpy(tried).to(rows.device), zero)
+        steps[better.cpu().numpy()] = step
+    codes = book.stored(best.codes()).reshape(n, -1)[:, :k].astype(own.codes.dtype)
+    return dataclasses.replace(fmt.moved(own, steps), codes=codes)
 
 
 def _grouped(rows: Tensor, nb: int, width: int, repeat: bool) -> Tensor:
@@ -193,8 +214,8 @@ class _Best:
         steps = self.book.steps(self._codes(scale, zero), zero[..., None])
         return steps.mul_(scale[..., None]).sub_(self.weights).neg_()
 
-    def consider(self, scale: Tensor, zero: Tensor) -> None:
-        """Take a range where it is better."""
+    def consider(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """Take a range where it is better: in the groups that are returned, bool `[n, nb]`."""
         import torch
 
         loss = self._measure(self._error(scale, zero))
@@ -202,6 +223,7 @@ class _Best:
         self.loss = torch.where(better, loss, self.loss)
         self.scale = torch.where(better, scale, self.scale)
         self.zero = torch.where(better, zero, self.zero)
+        return better
 
     def codes(self) -> Tensor:
         """The codes nearest to the weights on the ranges that are best, `[n, nb, G]`."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-
-import numpy as np
 import onnx_ir as ir
 
 from qgraph.constants import release
 from qgraph.errors import InputError
-from qgraph.formats.base import Array, Format, QuantizedWeight, parse
+from qgraph.formats.base import Array, Format, parse
 from qgraph.plan import Decision
-from qgraph.quant_tensor import Deviation, QuantSource
+from qgraph.quant_tensor import QuantSource
+from qgraph.rounding import RoundingSource
 from qgraph.sites import Site, Weight
 
 
@@ -30,82 +28,20 @@ class WeightSource(QuantSource):
         release(self.weight.tensor)
 
 
-class RoundedSource(WeightSource):
+class RoundedSource(RoundingSource, WeightSource):
     """A float constant, rounded to nearest block by block whenever it is asked for."""
 
     def __init__(self, weight: Weight, fmt: Format, scale_dtype: ir.DataType) -> None:
-        super().__init__(weight, fmt, scale_dtype)
-        self._surveying = threading.Lock()
-        self._known: Format | None = None
+        WeightSource.__init__(self, weight, fmt, scale_dtype)
+        RoundingSource.__init__(self)
 
-    def block(self, start: int, stop: int) -> QuantizedWeight:
-        """Rows `start:stop`.
+    def read(self, start: int, stop: int) -> Array:
+        """See `RoundingSource.read`."""
+        return self.weight.as_stored(start, stop)
 
-        Raises:
-            InputError: NaN or infinity in the rows, or a scale that float16 cannot hold.
-        """
-        fitted = self._fitted()
-        rows = self.weight.as_stored(start, stop)
-        try:
-            found = fitted.quantize(rows, self.scale_dtype)
-        except OverflowError as error:
-            self._check_finite(rows, start)
-            row, group = error.args[1]
-            raise InputError(
-                f"weight {self.name}: row {start + row}, group {group}: "
-                f"{error.args[0].rpartition(': ')[2]}; "
-                f"keep it in float with --exclude '{self.name}', or convert the model to float32"
-            ) from None
-        if not np.isfinite(found.scales).all():
-            self._check_finite(rows, start)
-        return found
-
-    def _fitted(self) -> Format:
-        """The format, knowing of the whole weight what it has to."""
-        if not self.format.needs_survey:
-            return self.format
-        with self._surveying:
-            if self._known is None:
-                self._known = self.format.fitted([self._survey(*rows) for rows in self.blocks()])
-        return self._known
-
-    def _survey(self, start: int, stop: int) -> Array:
-        rows = self.weight.as_stored(start, stop)
-        found = self.format.survey(rows)
-        if not np.isfinite(found).all():
-            self._check_finite(rows, start)
-        return found
-
-    def _check_finite(self, rows: Array, start: int) -> None:
-        bad = np.argwhere(~np.isfinite(rows))
-        if not len(bad):
-            return
-        row, column = (int(i) for i in bad[0])
-        raise InputError(
-            f"weight {self.name}: NON_FINITE_WEIGHT: {rows[row, column]} at row {start + row}, "
-            f"column {column} ({len(bad)} such values in {len(rows)} rows); repair the "
-            f"checkpoint, or keep it as it is with --exclude '{self.name}'"
-        )
-
-    def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:
-        """Compare with the float rows: within half a step, as the format states it."""
-        rows = self.weight.rows(start, stop)
-        error = self.format.dequantize(weight)
-        np.subtract(rows, error, out=error)
-        bound = self.format.error_bound(weight)
-        worst = _worst_ratio(error, bound, self.format.group)
-        flat, weights = error.reshape(-1), rows.reshape(-1)
-        return Deviation(worst, float(flat @ flat), float(weights @ weights))
-
-
-def _worst_ratio(error: Array, bound: Array, group: int) -> float:
-    """The largest |error| / bound over all groups; a zero bound allows a zero error only."""
-    k = error.shape[1]
-    starts = np.arange(0, k, group or k)
-    largest = np.maximum.reduceat(np.abs(error), starts, axis=1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(largest == 0, 0, largest / bound)
-    return float(ratio.max(initial=0))
+    def exact(self, start: int, stop: int) -> Array:
+        """See `RoundingSource.exact`."""
+        return self.weight.rows(start, stop)
 
 
 def rounded(site: Site, decision: Decision) -> RoundedSource:

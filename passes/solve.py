@@ -14,6 +14,7 @@ from qgraph.graph import Graph
 from qgraph.passes.base import Context, Pass
 from qgraph.passes.dequantize import DequantizeWriter, read_from, written
 from qgraph.passes.fold_scale import FoldRefused, apply_fold, find_fold
+from qgraph.passes.gathered import gather_channels
 from qgraph.passes.rounded import RoundedSource
 from qgraph.passes.solve_stages import solve_all
 from qgraph.passes.solve_weights import Solution
@@ -23,7 +24,7 @@ from qgraph.quant_tensor import QuantSource
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.sites import Site
-from qgraph.solver_names import needs_data
+from qgraph.solver_names import needs_activations, needs_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Solve(Pass):
                     "--tokenizer, .npz or .jsonl), --calibrate self for a language model's own "
                     "text, or --solver hqq or rtn, which need none"
                 )
+        self._check_activations(chosen, context)
         if not chosen and context.calibration is None:
             return []
         if chosen:
@@ -84,13 +86,25 @@ class Solve(Pass):
             decision = context.plan[site.name]
             source = sources[decision.shared_with or site.name]
             if isinstance(source, SolvedSource) and source.transform.order is not None:
-                _gather(site, source.transform.order, rewriter, gathers)
+                gather_channels(site, source.transform.order, rewriter, gathers)
             read_from(writer.write(source), site, rewriter)
             solution = _solution(context, site)
             steps.append(
                 written(self.name, site, decision, source, solution.detail, solution.reason)
             )
         return steps
+
+    def _check_activations(self, chosen: Sequence[Site], context: Context) -> None:
+        """Refuse a solver for rounded activations where all of its linears have floats."""
+        decisions = [context.plan[site.name] for site in chosen]
+        asked = [item for item in decisions if needs_activations(item.solver or "")]
+        several = [each for item in asked for each in context.plan.named(item.site)]
+        if asked and not any(item.activations for item in several):
+            raise InputError(
+                f"the solver {asked[0].solver} is for rounded activations, and those of "
+                f"{asked[0].site} stay floats: add --activations int8-row, or take "
+                "--solver awq, which is for weights alone"
+            )
 
 
 def _is_solved(site: Site, context: Context) -> bool:
@@ -176,28 +190,3 @@ def _shared(context: Context) -> set[str]:
     """The sites whose packed weight others read too, and those others."""
     found = {item.shared_with for item in context.plan.decisions if item.shared_with is not None}
     return found | {item.site for item in context.plan.decisions if item.shared_with is not None}
-
-
-def _gather(
-    site: Site,
-    order: np.ndarray,
-    rewriter: Rewriter,
-    made: dict[tuple[int, bytes], ir.Value],
-) -> None:
-    """Let the site read its activation's channels in `order`; one node for all its readers."""
-    activation = site.activation
-    key = (id(activation), order.tobytes())
-    if key not in made:
-        indices = rewriter.constant(f"{site.name}/order", order.astype(np.int64))
-        node = rewriter.node(
-            "Gather",
-            [activation, indices],
-            name=f"{site.name}/gather",
-            attributes={"axis": -1},
-            dtype=activation.dtype,
-            shape=activation.shape,
-        )
-        rewriter.insert_before(site.node, [node])
-        made[key] = node.outputs[0]
-    position = next(at for at, v in enumerate(site.node.inputs) if v is activation)
-    site.node.replace_input_with(position, made[key])

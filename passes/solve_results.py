@@ -89,10 +89,16 @@ def asked_of(options: Options, plan: QuantPlan, target: str) -> dict[str, str]:
         **{f"option solve.{name}": str(value) for name, value in vars(options).items()},
         **{f"option {name}": str(value) for name, value in sorted(recipe.options.items())},
         **{
-            f"{WEIGHT}{item.site}": f"{item.format} by {item.solver}" if item.quantized else "float"
+            f"{WEIGHT}{item.site}": _spelled(item) if item.quantized else "float"
             for item in plan.decisions
         },
     }
+
+
+def _spelled(decision: Decision) -> str:
+    inputs = f" on {decision.activations}" if decision.activations else ""
+    inputs += f" but {decision.outliers} columns" if decision.outliers else ""
+    return f"{decision.format} by {decision.solver}{inputs}"
 
 
 def _data_digest(data: Calibration) -> str:

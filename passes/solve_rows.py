@@ -55,14 +55,24 @@ def transformed(rows: Tensor, scale: Tensor | None, order: Tensor | None) -> Ten
     return rows if order is None else rows[:, order]
 
 
-def losses(weights: Tensor, found: QuantizedWeight, fmt: Format, moments: Moments) -> Tensor:
-    """tr((W − Ŵ) H (W − Ŵ)ᵀ) of each row, `[n]`."""
+def losses(
+    weights: Tensor,
+    found: QuantizedWeight,
+    fmt: Format,
+    moments: Moments,
+    rounding: Tensor | None = None,
+) -> Tensor:
+    """tr((W − Ŵ) H (W − Ŵ)ᵀ) of each row, `[n]`; plus ‖D Ŵᵀ‖² for inputs with the error D.
+
+    rounding: D `[T, K]`, from `Inputs.error`; None where the inputs stay floats.
+    """
     import torch
 
     from qgraph.passes import gptq
 
     quantized = torch.from_numpy(fmt.dequantize(found)).to(weights.device)
-    return gptq.loss(weights, quantized, moments.hessian)
+    loss = gptq.loss(weights, quantized, moments.hessian)
+    return loss if rounding is None else loss + (quantized @ rounding.T).square().sum(1)
 
 
 def fitted(draft: Draft, scale: Tensor | None = None, order: Tensor | None = None) -> Format:

@@ -12,14 +12,18 @@ from qgraph.capabilities import MATMUL_NBITS
 from qgraph.formats.base import Array, parse
 from qgraph.graph import Graph
 from qgraph.kernel_choice import best_kernel, spell_kernel
+from qgraph.passes.activation_ranges import STATIC, observed
 from qgraph.passes.base import Context
+from qgraph.passes.input_ranges import outliers
 from qgraph.passes.level_check import LARGEST_ERROR, level_error
+from qgraph.passes.lower_w8a8 import LowerW8A8
 from qgraph.passes.rounded import rounded
 from qgraph.passes.solve_results import Kept, identity_of, keys_of
 from qgraph.passes.solve_weights import Options, Solution, StageSolver, solve_alone
-from qgraph.passes.solved import Transform
+from qgraph.passes.solved import as_stored
 from qgraph.passes.stage_walk import SAMPLED_BATCHES, Stop, Walk
 from qgraph.quant_tensor import QuantSource
+from qgraph.recipe import FLOAT
 from qgraph.report import Step
 from qgraph.sites import Site
 from qgraph.stages import write_through
@@ -56,6 +60,7 @@ class _Solving:
         self.stored = Stored()
         self.main = {id(node) for node in graph.model.graph}
         self.kept: Kept | None = None
+        self.lowering = context.plan.recipe.configured("lower_w8a8", LowerW8A8)
         self.guesses: dict[int, Tensor | None] = {}
 
     def walk(self, data: Calibration) -> None:
@@ -65,7 +70,9 @@ class _Solving:
         solved = self.context.findings.solved
         wanted = {site.name for site in self.owners if site.name not in solved}
         self._round_others(self.sites)
-        if not wanted:  # a few tokens are enough to check kernels
+        decisions = self.context.plan.everywhere
+        observing = any(item.activations in STATIC or item.outliers for item in decisions)
+        if not wanted and not observing:  # a few tokens are enough to check kernels
             few = slice(SAMPLED_BATCHES)
             data = dataclasses.replace(data, batches=data.batches[few], masks=data.masks[few])
         sequential = bool(self.owners) and self.context.plan.recipe.calibration == SEQUENTIAL
@@ -129,6 +136,11 @@ class _Solving:
             )
         for site in sites:
             self.stored.add(site, self.context.findings.solved[site.name].source)
+        sources = {site.name: self.stored.source(site) for site in stop.stage.sites}
+        plan, findings = self.context.plan, self.context.findings
+        columns = outliers(stop, plan, sources, self.lowering.threshold)
+        findings.outliers.update(columns)
+        findings.ranges.update(observed(stop, plan, sources, columns))
         for site in stop.stage.sites:
             self._check_level(site, stop)
 
@@ -150,12 +162,13 @@ class _Solving:
                 frozenset(banned),
                 recipe.prefer,
                 recipe.dequantize_at_load,
+                decision.activations or FLOAT,
             )
             if not answer or query.op != MATMUL_NBITS or query.level != 4:
                 break
             if weight is None:
                 weight = source.format.dequantize(source.block(0, min(source.n, 4096)))
-            x = _as_stored(stop.sample, source)
+            x = as_stored(stop.sample, source)
             error = level_error(x, weight, query.block or source.k)
             if error <= LARGEST_ERROR:
                 break
@@ -210,16 +223,6 @@ class _Solving:
             ]
             self.guesses[key] = hqq.importance(readers)
         return self.guesses[key]
-
-
-def _as_stored(x: Array, source: QuantSource) -> Array:
-    """Inputs as the stored weight reads them."""
-    transform: Transform | None = getattr(source, "transform", None)
-    if transform is None:
-        return x
-    if transform.columns is not None:
-        x = x / transform.columns
-    return x if transform.order is None else x[:, transform.order]
 
 
 class Stored(Mapping[str, Array]):

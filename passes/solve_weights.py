@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from qgraph.formats.base import Format, QuantizedWeight, parse
 from qgraph.graph import Graph
+from qgraph.passes.activation_rounding import Inputs
 from qgraph.passes.composed import Solvers, candidates, make
 from qgraph.passes.fold_scale import find_fold
 from qgraph.passes.moments import Moments
@@ -26,7 +27,7 @@ from qgraph.passes.solver import Problem
 from qgraph.passes.stage_walk import Stop
 from qgraph.plan import Decision, QuantPlan
 from qgraph.quant_tensor import BLOCK_BYTES, QuantSource
-from qgraph.recipe import Recipe
+from qgraph.recipe import FLOAT, Recipe
 from qgraph.sites import Site
 from qgraph.solver_names import needs_data
 
@@ -86,6 +87,7 @@ class StageSolver:
         self.options, self.graph, self.known = options, graph, known
         self.plan, self.stop = plan, stop
         self.moments: Moments = stop.moments
+        self.inputs = Inputs.of(stop.sample, stop.weights)
 
     def solve(self, sites: Sequence[Site]) -> dict[str, Solution]:
         """Every site's weight, never worse than rounding on its own loss."""
@@ -184,7 +186,13 @@ class StageSolver:
             target = self._corrected(rows, None if added is None else added[::step])
             fmt = parse(self.plan[site.name].format or "")
             assert site.dtype is not None
-            problems.append(Problem(target, rows, fmt, site.dtype, self.moments))
+            problem = Problem(target, rows, fmt, site.dtype, self.moments)
+            kind, outliers = self._activations(site)
+            problems.append(
+                dataclasses.replace(
+                    problem, inputs=self.inputs, activations=kind, outliers=outliers
+                )
+            )
         ties = torch.from_numpy(fold.ties)
         scale, word = solvers.scaling.scale(problems, solvers.ranges, ties)
         return (None if bool((scale == 1).all()) else scale), word  # no Mul by 1 in the graph
@@ -212,15 +220,26 @@ class StageSolver:
         if scale is not None or order is not None:
             moments = moments.transformed(scale, order)
         drafts = {site.name: Draft(site, rounded(site, self.plan[site.name])) for site in sites}
-        kinds = {(draft.fmt, draft.site.dtype): draft for draft in drafts.values()}
-        for fmt, dtype in kinds:
-            assert dtype is not None
-            members = [d for d in drafts.values() if (d.fmt, d.site.dtype) == (fmt, dtype)]
+        kinds: dict[Hashable, list[Draft]] = {}
+        for draft in drafts.values():
+            kind = (draft.fmt, draft.site.dtype, *self._activations(draft.site))
+            kinds.setdefault(kind, []).append(draft)
+        for members in kinds.values():
+            activations = self._activations(members[0].site)
+            roundings = [
+                self.inputs.error(*activations, *changes)
+                for changes in ((None, None), (scale, order))
+            ]
             for some in together(members):
                 known = fitted(some[0], scale, order)
                 for piece in pieces(some):
-                    self._solve_rows(solvers, piece, known, scale, order, moments)
+                    self._solve_rows(solvers, piece, known, scale, order, moments, *roundings)
         return drafts
+
+    def _activations(self, site: Site) -> tuple[str, int]:
+        """How the site's inputs are rounded, for many rows at least; how many columns are not."""
+        decision = self.plan.named(site.name)[-1]
+        return decision.activations or FLOAT, decision.outliers
 
     def _solve_rows(
         self,
@@ -230,10 +249,14 @@ class StageSolver:
         scale: Tensor | None,
         order: Tensor | None,
         moments: Moments,
+        plain_inputs: Tensor | None,
+        inputs: Tensor | None,
     ) -> None:
         """Solve some rows, and append them to their drafts with their losses.
 
         fmt: the drafts' format, knowing of their weight what it has to.
+        plain_inputs, inputs: what rounding costs the inputs, as they are and as the rows read
+            them; None where they stay floats.
         """
         import torch
 
@@ -250,8 +273,9 @@ class StageSolver:
         )
         rounding = [d.nearest.block(start, stop) for d, start, stop in piece]
         found, word = solvers.solve(problem)
-        before = losses(target, QuantizedWeight.joined(rounding), fmt, self.moments)
-        after = losses(problem.weights, found, fmt, moments)
+        nearest = QuantizedWeight.joined(rounding)
+        before = losses(target, nearest, fmt, self.moments, plain_inputs)
+        after = losses(problem.weights, found, fmt, moments, inputs)
         at = 0
         for d, start, stop in piece:
             here = slice(at, at + stop - start)
@@ -307,10 +331,11 @@ def solve_alone(
     if solvers.ranges is not None and not solvers.chooses_ranges(draft.fmt):
         word = f"rounded to nearest: {solvers.ranges.left_out(draft.fmt)}"
         return Solution(draft.nearest, "rtn", word, "SOLVER_FELL_BACK")
+    fmt = fitted(draft)
     for start, stop in draft.nearest.blocks(BLOCK_BYTES // 4):
         draft.nearest.block(start, stop)  # names what is not finite, or does not fit
         rows = rows_of(site, start, stop)
-        problem = Problem(rows, rows, draft.fmt, site.dtype, None, importance)
+        problem = Problem(rows, rows, fmt, site.dtype, None, importance)
         draft.pieces.append(solvers.solve(problem)[0])
     found = QuantizedWeight.joined(draft.pieces)
     source = SolvedSource(site.weight, draft.fmt, site.dtype, found)

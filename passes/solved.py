@@ -11,7 +11,7 @@ import onnx_ir as ir
 from qgraph.formats.base import Array, Format, Part, QuantizedWeight
 from qgraph.formats.grouping import smallest_normal
 from qgraph.passes.rounded import WeightSource
-from qgraph.quant_tensor import Deviation
+from qgraph.quant_tensor import Deviation, QuantSource
 from qgraph.sites import Weight
 
 
@@ -47,6 +47,16 @@ class Transform:
             plain[:, self.order] = stored
             stored = plain
         return stored if self.columns is None else stored / self.columns
+
+
+def as_stored(x: Array, source: QuantSource) -> Array:
+    """Inputs `[T, K]` of a weight as the weight that is stored for it reads them."""
+    transform: Transform | None = getattr(source, "transform", None)
+    if transform is None:
+        return x
+    if transform.columns is not None:
+        x = x / transform.columns
+    return x if transform.order is None else x[:, transform.order]
 
 
 class SolvedSource(WeightSource):
@@ -98,7 +108,7 @@ class SolvedSource(WeightSource):
     def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:
         """The numbers must be those found; the error is that of the weight all the same."""
         found = self.format.dequantize(weight)
-        same = np.array_equal(self.format.dequantize(self.block(start, stop)), found)
+        same = self.format.same(self.block(start, stop), weight)
         rows = self.transform.apply(self.weight.rows(start, stop), start)
         error = (rows - found).reshape(-1)
         flat = rows.reshape(-1)

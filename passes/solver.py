@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 import onnx_ir as ir
 
 from qgraph.formats.base import Format, QuantizedWeight
+from qgraph.passes.activation_rounding import Inputs
 from qgraph.passes.moments import Moments
+from qgraph.recipe import FLOAT
 from qgraph.solver_names import Role
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ class Problem:
     plain: float32 `[n, K]`, the weight before the correction.
     moments: of the inputs; None where there is no data.
     importance: float32 `[K]`, a guess at how much each input channel counts, made without data.
+    inputs: some of the inputs' rows; None where there is no data.
+    activations, outliers: how the inputs are rounded, as the decision says it.
     """
 
     weights: Tensor
@@ -38,10 +42,29 @@ class Problem:
     dtype: ir.DataType
     moments: Moments | None
     importance: Tensor | None = None
+    inputs: Inputs | None = None
+    activations: str = FLOAT
+    outliers: int = 0
 
     def nearest(self) -> QuantizedWeight:
         """`weights`, rounded."""
         return self.fmt.quantize(self.weights.cpu().numpy(), self.dtype)
+
+    def rounded(self, rows: Tensor, ranges: Ranges | None) -> Tensor:
+        """What `rows` `[n, K]`, rows of this weight times factors, are after rounding."""
+        import torch
+
+        if ranges is None:
+            found = self.fmt.quantize(rows.cpu().numpy(), self.dtype)
+        else:
+            found = ranges.fit(dataclasses.replace(self, weights=rows, plain=rows))
+        return torch.from_numpy(self.fmt.dequantize(found)).to(rows.device)
+
+    def rounding(self, scale: Tensor | None = None) -> Tensor | None:
+        """The error of the inputs over `scale`, as `Inputs.error` gives it."""
+        if self.inputs is None:
+            return None
+        return self.inputs.error(self.activations, self.outliers, scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +74,8 @@ class Solver(ABC):
     name: ClassVar[str]
     role: ClassVar[Role]
     needs_data: ClassVar[bool]
+    needs_activations: ClassVar[bool] = False
+    """Whether it has something to do only where activations are rounded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +86,7 @@ class Ranges(Solver):
 
     def fit(self, problem: Problem) -> QuantizedWeight:
         """The rows rounded to nearest on the ranges that were chosen, or on the format's own."""
-        return self.search(problem) if problem.fmt.free_scales else problem.nearest()
+        return self.search(problem) if problem.fmt.has_ranges else problem.nearest()
 
     @abstractmethod
     def widths(self) -> int:
@@ -73,7 +98,7 @@ class Ranges(Solver):
 
     def left_out(self, fmt: Format) -> str:
         """Why ranges are not chosen; empty where they are."""
-        if fmt.free_scales:
+        if fmt.has_ranges:
             return ""
         return f"{self.name} left the ranges alone: the scales of {fmt.spell()} are not free"
 

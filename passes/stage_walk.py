@@ -7,7 +7,8 @@ let go; values that no later stage reads are dropped, and above a limit they lie
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,12 +42,17 @@ class Stop:
     residuals: per site 2/Σw Σ w (r_f − r) xᵀ `[N, K]`, where the site's output is added to a value
         r that is known already, as in a residual stream; float32.
     sample: some of the inputs, float32 `[at most SAMPLED_ROWS, K]`.
+    weights: how much each token of the sample counts, `[at most SAMPLED_ROWS]`, about 1 on
+        average; None where all count the same.
+    inputs: gives all of the inputs, batch by batch, until the walk goes on.
     """
 
     stage: Stage
     moments: Moments | None
     residuals: Mapping[str, Tensor]
     sample: Array
+    weights: Array | None
+    inputs: Callable[[], Iterator[Array]]
 
 
 class Walk:
@@ -115,9 +121,10 @@ class Walk:
         floats: the float model's values, where there is a second stream to compare with.
         """
         sample = self._sample(stage, own)
+        inputs = functools.partial(self._inputs, stage, own)
         sites = [site for site in stage.sites if site.name in self.wanted]
         if not sites:
-            return Stop(stage, None, {}, sample)
+            return Stop(stage, None, {}, sample, None, inputs)
         import torch
 
         sums = Accumulator(sites[0].k, floats is not None)
@@ -129,6 +136,7 @@ class Walk:
             if self.residual and site.name in added
         }
         alone = len(stage.sites) == 1 and self.relative
+        sampled: list[Array] = []
         for at, mask in enumerate(self.data.masks):
             x = rows_of(own.get(at, stage.name), mask)
             if floats is None:
@@ -143,6 +151,8 @@ class Walk:
             if alone and ahead:
                 weights = _relative(sites[0], xf, ahead[sites[0].name][0], device)
             sums.add(x, xf, weights)
+            if weights is not None and at < SAMPLED_BATCHES:
+                sampled.append(self._spread(weights.cpu().numpy()))
             right = torch.from_numpy(np.ascontiguousarray(x)).to(device)
             right = right if weights is None else right * weights[:, None]
             for name, matrix in crossed.items():
@@ -152,17 +162,26 @@ class Walk:
             self._blame(stage)
         for matrix in crossed.values():
             matrix.mul_(2 / sums.weight if sums.weight else 0.0)
-        return Stop(stage, sums.moments(), crossed, sample)
+        shares = np.concatenate(sampled) if sampled else None
+        return Stop(stage, sums.moments(), crossed, sample, shares, inputs)
+
+    def _inputs(self, stage: Stage, stream: Activations) -> Iterator[Array]:
+        for at, mask in enumerate(self.data.masks):
+            yield rows_of(stream.get(at, stage.name), mask)
 
     def _sample(self, stage: Stage, stream: Activations) -> Array:
         """Tokens spread over the first batches."""
         masks = self.data.masks[:SAMPLED_BATCHES]
-        share = -(-SAMPLED_ROWS // len(masks))
-        found = []
-        for at, mask in enumerate(masks):
-            x = rows_of(stream.get(at, stage.name), mask)
-            found.append(np.array(x[:: max(1, len(x) // share)][:share]))
+        found = [
+            np.array(self._spread(rows_of(stream.get(at, stage.name), mask)))
+            for at, mask in enumerate(masks)
+        ]
         return np.concatenate(found)
+
+    def _spread(self, rows: Array) -> Array:
+        """A batch's part of the sample."""
+        share = -(-SAMPLED_ROWS // len(self.data.masks[:SAMPLED_BATCHES]))
+        return rows[:: max(1, len(rows) // share)][:share]
 
     def _residuals(
         self, stage: Stage, sites: Sequence[Site], stream: Activations

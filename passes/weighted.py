@@ -32,7 +32,7 @@ def fit(rows: Tensor, curvature: Tensor, fmt: Format, dtype: ir.DataType) -> Qua
     Args:
         rows: float32 `[N, K]`.
         curvature: h, float32 `[K]`, not negative: the mean squares of the inputs.
-        fmt: a format whose groups have free scales.
+        fmt: a format whose groups have ranges of their own.
         dtype: in which the scales are stored.
 
     Raises:
@@ -57,7 +57,7 @@ def fit(rows: Tensor, curvature: Tensor, fmt: Format, dtype: ir.DataType) -> Qua
     found = search(rows, fmt, dtype, loss, shrink=SHRINK)
     for tile in tiles(rows, TILE):
         weights, fitted = rows[tile], found.rows(tile)
-        for _ in range(REFITS):
+        for _ in range(REFITS if fmt.free_scales else 0):
             fitted = _refitted(weights, fitted, counted, fmt)
             best = found.rows(tile)
             gains = _losses(weights, fitted, loss, fmt) < _losses(weights, best, loss, fmt)
@@ -149,3 +149,6 @@ def _take(
     np.copyto(weight.scales[rows], other.scales, where=groups)
     if weight.zeros is not None and other.zeros is not None:
         np.copyto(weight.zeros[rows], other.zeros, where=groups)
+    for name, array in weight.more.items():  # of what belongs to rows, all have the same
+        if array.shape == weight.scales.shape:
+            np.copyto(array[rows], other.more[name], where=groups)

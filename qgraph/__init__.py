@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from qgraph._version import __version__
 
 if TYPE_CHECKING:
+    from qgraph.bench_result import Bench
+    from qgraph.benching import bench
     from qgraph.comparing import compare
     from qgraph.comparison import Comparison
     from qgraph.divergence import kl_divergence, perplexity
@@ -24,13 +26,18 @@ if TYPE_CHECKING:
         QGraphError,
     )
     from qgraph.explanation import Explanation
+    from qgraph.exporting import export_checkpoint
     from qgraph.graph import Graph
+    from qgraph.importing import import_checkpoint
+    from qgraph.inspecting import Inspection, inspect
     from qgraph.pipeline import Result, capture, explain, open, optimize
     from qgraph.plan import Decision, QuantPlan
+    from qgraph.quantizing import quantize_checkpoint
     from qgraph.recipe import Override, Recipe
     from qgraph.report import Report, Step
 
 _HOME = {
+    "Bench": "bench_result",
     "Comparison": "comparison",
     "CoverageError": "errors",
     "Decision": "plan",
@@ -38,6 +45,7 @@ _HOME = {
     "Graph": "graph",
     "GraphError": "errors",
     "InputError": "errors",
+    "Inspection": "inspecting",
     "MissingExtra": "errors",
     "NumericError": "errors",
     "Override": "recipe",
@@ -47,16 +55,22 @@ _HOME = {
     "Report": "report",
     "Result": "pipeline",
     "Step": "report",
+    "bench": "benching",
     "capture": "pipeline",
     "compare": "comparing",
     "explain": "pipeline",
+    "export_checkpoint": "exporting",
+    "import_checkpoint": "importing",
+    "inspect": "inspecting",
     "kl_divergence": "divergence",
     "open": "pipeline",
     "optimize": "pipeline",
     "perplexity": "divergence",
+    "quantize_checkpoint": "quantizing",
 }
 
 __all__ = [
+    "Bench",
     "Comparison",
     "CoverageError",
     "Decision",
@@ -64,6 +78,7 @@ __all__ = [
     "Graph",
     "GraphError",
     "InputError",
+    "Inspection",
     "MissingExtra",
     "NumericError",
     "Override",
@@ -74,13 +89,18 @@ __all__ = [
     "Result",
     "Step",
     "__version__",
+    "bench",
     "capture",
     "compare",
     "explain",
+    "export_checkpoint",
+    "import_checkpoint",
+    "inspect",
     "kl_divergence",
     "open",
     "optimize",
     "perplexity",
+    "quantize_checkpoint",
 ]
 
 

@@ -20,11 +20,9 @@ from qgraph.errors import InputError
 from qgraph.formats.base import (
     GROUPS,
     PARTS,
-    Array,
     Format,
     Layout,
     Part,
-    PartSpec,
     QuantizedWeight,
     named,
     parse,
@@ -57,22 +55,15 @@ class AdoptedSource(QuantSource):
     """What the constants take in the model as it is."""
 
     def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:
-        """Nothing was rounded: codes, scales and zero points must be equal."""
+        """Nothing was rounded: the numbers must be equal."""
         own = self.block(start, stop)
-        same = _equal(own.codes, weight.codes) and _equal(own.scales, weight.scales)
-        same = same and _equal(own.zeros, weight.zeros)
         rows = self.format.dequantize(own).reshape(-1)
-        return Deviation(0.0 if same else float("inf"), 0.0, float(rows @ rows))
+        worst = 0.0 if self.format.same(own, weight) else float("inf")
+        return Deviation(worst, 0.0, float(rows @ rows))
 
     @abstractmethod
     def block(self, start: int, stop: int) -> QuantizedWeight:
         """See `QuantSource.block`."""
-
-
-def _equal(one: Array | None, other: Array | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return bool(np.array_equal(one, other, equal_nan=one.dtype.kind == "f"))
 
 
 class QdqSource(AdoptedSource):
@@ -89,6 +80,11 @@ class QdqSource(AdoptedSource):
         symmetric_offset = 0 if weight.codes.dtype in SIGNED else 1 << (fmt.bits - 1)
         unsigned_offset = 1 << (fmt.bits - 1) if weight.codes.dtype in SIGNED else 0
         self._offset = np.uint8(symmetric_offset if fmt.symmetric else unsigned_offset)
+
+    def read_as(self, fmt: Format) -> QdqSource:
+        """The same numbers as another format has them whose groups are these."""
+        name, dtype = self.name, self.scale_dtype
+        return QdqSource(self.weight, fmt, dtype, self.factor, name)
 
     @property
     def _constants(self) -> list[ir.TensorProtocol]:
@@ -117,11 +113,6 @@ class QdqSource(AdoptedSource):
             release(tensor)
 
 
-def _slices(spec: PartSpec, start: int, stop: int) -> tuple[slice, ...]:
-    """Where the part of rows `start:stop` lies along axis 0; all of a scalar."""
-    return (slice(*spec.slices(start, stop)),) if spec.shape else ()
-
-
 class StoredSource(AdoptedSource):
     """A weight that an earlier run packed, for `qgraph::Dequantize…` unless `layout` says more."""
 
@@ -146,7 +137,7 @@ class StoredSource(AdoptedSource):
         """Rows `start:stop`, unpacked from the stored parts."""
         specs = self.parts(self.layout)
         rows = {
-            part: open_array(tensor).reshape(specs[part].shape)[_slices(specs[part], start, stop)]
+            part: open_array(tensor).reshape(specs[part].shape)[specs[part].index(start, stop)]
             for part, tensor in self.stored.items()
         }
         return self.format.unpack(rows, stop - start, self.k, self.layout)
@@ -247,7 +238,7 @@ def _from_dequantize_linear(site: Site, node: ir.Node) -> AdoptedSource | Refusa
     if parts is None:
         return Refusal("WEIGHT_NOT_CONSTANT", f"codes or scales of {node.name} are computed")
     codes, scales, zeros = parts["codes"], parts["scales"], parts.get("zeros")
-    if codes.dtype.bitwidth == 8 and _is_quantized(site):
+    if codes.dtype in (ir.DataType.INT8, ir.DataType.UINT8) and _is_quantized(site):
         return Refusal("ACTIVATION_QUANTIZED", f"{site.op} reads Q/DQ on both sides")
     refusal = _type_refusal(codes, scales, site)
     if refusal is not None:

@@ -14,11 +14,16 @@ DEQUANTIZE_LINEAR = "ai.onnx::DequantizeLinear"
 MATMUL_BNB4 = "com.microsoft::MatMulBnb4"
 MATMUL_FP8 = "com.microsoft::MatMulBlockQuantizedFp8Weight"
 MATMUL_FP4 = "com.microsoft::MatMulBlockQuantizedFp4Weight"
+DYNAMIC_QUANTIZE_MATMUL = "com.microsoft::DynamicQuantizeMatMul"
+MATMUL_INTEGER_TO_FLOAT = "com.microsoft::MatMulIntegerToFloat"
 OWN_LINEAR = "qgraph::Linear"
 """The portable form, where a runtime has a kernel for it as a whole."""
 OWN_DEQUANTIZE = "qgraph::Dequantize"
 """The plain function in front of the op, where a runtime computes it once, at load."""
 INTEGERS = ("int", "uint")
+INTEGER_MATMULS = (DYNAMIC_QUANTIZE_MATMUL, MATMUL_INTEGER_TO_FLOAT)
+"""Products of uint8 activations and int8 weights `[K, N]`, one scale to a row of the weight."""
+FLOAT_ACTIVATIONS = "float"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +39,7 @@ class KernelRule:
     self_test: measures on this machine whether the kernel honours (level, bits, block, dtype).
     by_rows: says which code runs at which number of rows M of the activation.
     numbers: the kinds of number that the codes may be, as formats name them.
+    activations: how the graph may have quantized what the kernel multiplies, see `Recipe`.
     """
 
     op: str
@@ -52,6 +58,7 @@ class KernelRule:
     remark: str | None = None
     fallback: bool = False
     numbers: tuple[str, ...] = INTEGERS
+    activations: tuple[str, ...] = (FLOAT_ACTIVATIONS,)
     self_test: Callable[[int, int, int, str], bool] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
@@ -82,7 +89,12 @@ class Query:
     n: int = 0
     k: int = 0
     numbers: str = "int"
+    activations: str = FLOAT_ACTIVATIONS
     allow_slow: bool = dataclasses.field(default=False, compare=False)
+    function: str = dataclasses.field(default="", compare=False)
+    """The format's `linear_name`, for kernels that know the portable form."""
+    sums: bool = False
+    """Whether minimums of groups, times sums of the activation, are added behind the kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +128,10 @@ class Capabilities:
     def ops(self, numbers: str) -> tuple[str, ...]:
         """The operators with kernels for codes of a kind, in the order of preference."""
         return tuple(dict.fromkeys(r.op for r in self.rules if numbers in r.numbers))
+
+    def multiplies(self, activations: str) -> bool:
+        """Whether there is any kernel for activations that the graph quantizes so."""
+        return any(activations in rule.activations for rule in self.rules)
 
     def ask(self, query: Query) -> Answer:
         """The first rule that takes `query`, else what all of the nearest ones refuse."""
@@ -159,6 +175,13 @@ _Takes: TypeAlias = Callable[[KernelRule, Query], bool]
 _Refusal: TypeAlias = Callable[[list[KernelRule], Query], str]
 
 _CRITERIA: tuple[tuple[str, _Takes, _Refusal], ...] = (
+    (
+        "ACTIVATION_UNSUPPORTED",
+        lambda rule, query: query.activations in rule.activations,
+        lambda rules, query: (
+            f"takes {_union(r.activations for r in rules)} activations, not {query.activations}"
+        ),
+    ),
     (
         "DTYPE_HAS_NO_KERNEL",
         lambda rule, query: query.dtype in rule.dtypes,

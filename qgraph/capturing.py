@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.export import ExportedProgram
 
+    from qgraph.frontends.torch_export import Loaded
+
 Source: TypeAlias = "str | os.PathLike[str] | ir.Model | Graph | nn.Module | ExportedProgram"
 METADATA_KEY = "qgraph"
 
@@ -110,7 +112,11 @@ def _from_torch(
             f"args is a {type(args).__name__}: wanted a tuple of the module's inputs, "
             "(x,) for a single one"
         )
-    loaded = load(source, args or (), kwargs, dynamic_shapes)
+    return from_loaded(load(source, args or (), kwargs, dynamic_shapes))
+
+
+def from_loaded(loaded: Loaded) -> Graph:
+    """The graph of a model that torch exported."""
     return _with_names(_canonical(loaded.model, notes=loaded.notes))
 
 

@@ -16,16 +16,21 @@ from typing import TypeVar
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.block_sums import block_sums
 from qgraph.capabilities import (
     DEQUANTIZE_LINEAR,
+    DYNAMIC_QUANTIZE_MATMUL,
+    FLOAT_ACTIVATIONS,
     GATHER_BLOCK_QUANTIZED,
     MATMUL_BNB4,
     MATMUL_FP4,
     MATMUL_FP8,
+    MATMUL_INTEGER_TO_FLOAT,
     MATMUL_NBITS,
 )
 from qgraph.check_kernels import KernelKey, Kind, Probe, Run, Verdict, check_kernel
 from qgraph.formats.base import Part
+from qgraph.integer_sites import integer_product
 from qgraph.progress import Progress, Silent
 from qgraph.quant_tensor import QuantTensor
 from qgraph.stored_weight import StoredWeight, WrittenData, stored_weight
@@ -156,6 +161,8 @@ class ReadingOp:
 _OPS = {
     MATMUL_NBITS: ReadingOp("linear", (1, 2, 3), x=0, bias=5),
     MATMUL_BNB4: ReadingOp("linear", (1, 2), x=0),
+    DYNAMIC_QUANTIZE_MATMUL: ReadingOp("linear", (1, 2), x=0, bias=4),
+    MATMUL_INTEGER_TO_FLOAT: ReadingOp("linear", (1, 3), x=0, bias=6),
     MATMUL_FP8: ReadingOp("linear", (1, 2), x=0, bias=4),
     MATMUL_FP4: ReadingOp("linear", (1, 2, 3), x=0, bias=5),
     GATHER_BLOCK_QUANTIZED: ReadingOp("gather", (0, 2, 3), x=1),
@@ -202,13 +209,17 @@ def _parts(node: ir.Node, op: ReadingOp) -> dict[int, tuple[Part, str, QuantTens
 def _probe(
     node: ir.Node, op: ReadingOp, found: dict[int, tuple[Part, str, QuantTensor]], data: WrittenData
 ) -> Probe:
-    weight = stored_weight(
-        {part: name for part, name, _ in found.values()},
-        {part: tensor for part, _, tensor in found.values()},
-        data,
-    )
+    names = {part: name for part, name, _ in found.values()}
+    tensors = {part: tensor for part, _, tensor in found.values()}
+    sums = block_sums(node) if node.op_type == "MatMulNBits" else None
+    minimums = sums.minimums.const_value if sums is not None else None
+    if sums is not None and isinstance(minimums, QuantTensor):
+        names["minimums"], tensors["minimums"] = sums.minimums.name or "", minimums
+    weight = stored_weight(names, tensors, data)
     source = weight.source
+    integer = integer_product(node)
     x = node.inputs[op.x] if op.kind == "linear" and op.x is not None else None
+    x = x if integer is None else integer.x
     dtype = x.dtype if x is not None and x.dtype is not None else source.scale_dtype
     key = KernelKey(
         f"{node.domain or 'ai.onnx'}::{node.op_type}",
@@ -221,10 +232,15 @@ def _probe(
         node.attributes.get_int("accuracy_level", 0),
         op.bias is not None and len(node.inputs) > op.bias and node.inputs[op.bias] is not None,
         source.format.numbers,
+        sums is not None,
+        FLOAT_ACTIVATIONS if integer is None else integer.activations,
+        0 if integer is None else len(integer.columns),
     )
     sites = tuple(_readers(node)) if op.kind == "dequantize" else (node.name or "",)
     positions = {index: part for index, (part, _, _) in found.items()}
-    return Probe(sites, node, key, op.kind, weight, positions, op.x)
+    return Probe(
+        sites, node, key, op.kind, weight, positions, op.x, op.bias, sums, integer, data.tensors
+    )
 
 
 def _readers(node: ir.Node) -> Iterator[str]:

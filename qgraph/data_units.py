@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeAlias
 
+import numpy as np
 import onnx_ir as ir
 
 from qgraph import quant_tensor
@@ -73,14 +74,14 @@ class Rows(Unit):
                 spec = source.parts(layout)[part]
                 if self.rows.start and not spec.rows:
                     continue  # a part of the whole weight came with the first rows
-                start, stop = spec.span(self.rows.start, self.rows.stop)
-                length = stop - start
+                spans = spec.spans(self.rows.start, self.rows.stop)
+                length = sum(stop - start for start, stop in spans)
                 if packed[part].nbytes != length:
                     raise ValueError(
                         f"{source.format.spell()} packs rows {self.rows} of {source.name} into "
                         f"{packed[part].nbytes} bytes of {part}, not {length}"
                     )
-                digests |= _put(slot, file, start, packed[part])
+                digests |= _put_runs(slot, file, spans, packed[part])
         return digests
 
 
@@ -196,6 +197,17 @@ def _copy_units(tensor: ir.ExternalTensor, slot: Slot) -> Iterator[Copy]:
     for start in range(0, length, UNIT_BYTES):
         stop = min(start + UNIT_BYTES, length)
         yield Copy(stop - start, slot, tensor, start, stop)
+
+
+def _put_runs(slot: Slot, file: OutFile, spans: list[tuple[int, int]], data: Array) -> Digests:
+    """Store `data` in runs of bytes, one after the other."""
+    if len(spans) == 1:
+        return _put(slot, file, spans[0][0], data)
+    flat, at, digests = np.ascontiguousarray(data).reshape(-1).view(np.uint8), 0, Digests()
+    for start, stop in spans:
+        digests |= _put(slot, file, start, flat[at : at + stop - start])
+        at += stop - start
+    return digests
 
 
 def _put(slot: Slot, file: OutFile, start: int, data: Array | bytes | memoryview) -> Digests:

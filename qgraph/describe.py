@@ -15,7 +15,16 @@ from qgraph.errors import InputError
 from qgraph.explanation import Explanation, LevelProof, ProfileRow, SiteRow
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
-from qgraph.kernel_choice import PORTABLE, format_of, query_of, spell_kernel
+from qgraph.kernel_choice import (
+    PORTABLE,
+    format_of,
+    kernel_of,
+    own_query,
+    query_of,
+    spell_kernel,
+    spell_many,
+)
+from qgraph.packed_sources import packed_source
 from qgraph.plan import Decision
 from qgraph.planning import make_plan
 from qgraph.recipe import Recipe
@@ -41,7 +50,9 @@ def describe(graph: Graph, capabilities: Capabilities, metadata: Mapping[str, An
         assert decision is not None
         note = noted.get(site.name, {}) if isinstance(noted, dict) else {}
         rows.append(_row(site, decision, _trusted(note), capabilities))
+    sites = [each for site in sites for each in (site, *site.copies)]
     mine = {id(site.node) for site in sites}
+    mine |= {id(node) for site in sites if site.sums for node in site.sums.added}
     others = Counter(
         f"{node.domain}::{node.op_type}" if node.domain else node.op_type
         for node in nodes(graph.model.graph)
@@ -90,15 +101,9 @@ def _row(
     )
     row = _noted(row, note)
     if site.state == "fused":
-        return _fused(row, site, capabilities)
+        return _with_many(_fused(row, site, capabilities), site)
     if site.state == "portable":
-        return dataclasses.replace(
-            row,
-            format=row.format or decision.format,
-            kernel=PORTABLE,
-            packed_bytes=_stored_bytes(site.node),
-            reason=row.reason or "NO_FUSED_KERNEL",
-        )
+        return _portable(row, site, decision, capabilities)
     if site.state == "float":
         reason, detail = decision.reason, decision.detail
         if decision.quantized:
@@ -162,13 +167,53 @@ def _fused(row: SiteRow, site: Site, capabilities: Capabilities) -> SiteRow:
         origin=rule.origin if rule is not None else "predicted",
         reason=row.reason or remark,
         detail=row.detail or note,
-        packed_bytes=_stored_bytes(site.node),
+        packed_bytes=_packed_bytes(site),
+    )
+
+
+def _with_many(row: SiteRow, site: Site) -> SiteRow:
+    """`row` with the second weight that the site has for many rows, where that is another."""
+    if site.many is None or kernel_of(site.many) == row.kernel:
+        return row
+    words = spell_many(site.from_rows, kernel_of(site.many))
+    size = row.packed_bytes + _packed_bytes(site.many)
+    return dataclasses.replace(row, by_rows=words, packed_bytes=size)
+
+
+def _portable(row: SiteRow, site: Site, decision: Decision, capabilities: Capabilities) -> SiteRow:
+    """A site in the portable form, which some runtimes know as a whole."""
+    row = dataclasses.replace(
+        row, format=row.format or decision.format, packed_bytes=_packed_bytes(site)
+    )
+    source = packed_source(site, site.k)
+    if source is not None:
+        row = dataclasses.replace(row, bits=source.format.bits, group=source.format.group)
+    asks = source is not None and site.dtype is not None and site.role != "embedding"
+    query = own_query(site, source.format) if source is not None and asks else None
+    answer = capabilities.ask(query) if query is not None else None
+    if query is None or answer is None or answer.rule is None:
+        return dataclasses.replace(row, kernel=PORTABLE, reason=row.reason or "NO_FUSED_KERNEL")
+    rule, noted = answer.rule, row.reason != "NO_FUSED_KERNEL"  # that was said of another target
+    return dataclasses.replace(
+        row,
+        kernel=spell_kernel(query),
+        provider=capabilities.provider,
+        by_rows=rule.by_rows(query) if rule.by_rows is not None else "",
+        origin=rule.origin,
+        reason=(row.reason if noted else None) or answer.reason,
+        detail=(row.detail if noted else "") or answer.detail,
     )
 
 
 def _has_float_zeros(site: Site) -> bool:
     zeros = site.node.inputs[3] if len(site.node.inputs) > 3 else None
     return zeros is not None and zeros.dtype is not None and zeros.dtype.is_floating_point()
+
+
+def _packed_bytes(site: Site) -> int:
+    """What a packed weight takes, minimums of its groups included."""
+    minimums = site.sums.minimums.const_value if site.sums is not None else None
+    return _stored_bytes(site.node) + (minimums.nbytes if minimums is not None else 0)
 
 
 def _stored_bytes(node: ir.Node) -> int:

@@ -233,7 +233,8 @@ class Explanation:
     @staticmethod
     def _taken(row: SiteRow) -> bool:
         dequantized = ("qdq", "dequantize", "planned")
-        return row.state == "fused" or (row.quantized and row.state in dequantized)
+        known = row.state == "portable" and row.kernel != row.state  # as a whole, by its runtime
+        return row.state == "fused" or known or (row.quantized and row.state in dequantized)
 
     @staticmethod
     def _by_reason(rows: Iterable[SiteRow]) -> dict[str, list[SiteRow]]:

@@ -10,6 +10,7 @@ from typing import Any
 from qgraph.errors import InputError
 from qgraph.explanation import Explanation, SiteRow
 from qgraph.formats.base import parse
+from qgraph.kernel_choice import spell_many
 from qgraph.plan import QuantPlan
 from qgraph.report import REASONS
 
@@ -52,7 +53,7 @@ def _row(item: Mapping[str, Any]) -> SiteRow:
     if item["reason"] is not None and item["reason"] not in REASONS:
         raise ValueError(f"unknown reason {item['reason']!r}")
     kernel = item["kernel"] or ""
-    numbers = dict(word.split("=") for word in kernel.split()[1:])
+    numbers = dict(word.split("=") for word in kernel.split()[1:] if "=" in word)
     return SiteRow(
         name=str(item["site"]),
         weight=str(item["weight"]),
@@ -76,4 +77,10 @@ def _row(item: Mapping[str, Any]) -> SiteRow:
         shared_with=item["shared_with"],
         float_bytes=int(item["float_bytes"]),
         packed_bytes=int(item["packed_bytes"]),
+        by_rows=_by_rows(item.get("many")),
     )
+
+
+def _by_rows(many: Mapping[str, Any] | None) -> str:
+    """The kernel of a second weight, and the rows that it is for."""
+    return "" if many is None else spell_many(int(many["from_rows"]), str(many["kernel"]))

@@ -7,11 +7,15 @@ from collections.abc import Iterator, Sequence
 
 from qgraph.capabilities import (
     DEQUANTIZE_LINEAR,
+    DYNAMIC_QUANTIZE_MATMUL,
+    FLOAT_ACTIVATIONS,
     GATHER_BLOCK_QUANTIZED,
+    INTEGER_MATMULS,
     INTEGERS,
     MATMUL_BNB4,
     MATMUL_FP4,
     MATMUL_FP8,
+    MATMUL_INTEGER_TO_FLOAT,
     MATMUL_NBITS,
     OWN_DEQUANTIZE,
     OWN_LINEAR,
@@ -21,7 +25,7 @@ from qgraph.capabilities import (
     Query,
 )
 from qgraph.formats.base import Format, Layout
-from qgraph.sites import Site
+from qgraph.sites import CONTRIB, Site
 
 SMALLEST_AUTO_GROUP = 32
 """Groups chosen here are not made smaller than this to divide K."""
@@ -63,6 +67,7 @@ def best_kernel(
     banned: frozenset[Query] = frozenset(),
     prefer: str = "speed",
     at_load: bool = False,
+    activations: str = FLOAT_ACTIVATIONS,
 ) -> tuple[Answer, Query]:
     """The first kernel that takes the site, in the order of preference, and its parameters.
 
@@ -71,7 +76,13 @@ def best_kernel(
     level 0 is asked for. Formats that are no integers are asked for as such where the target has
     an op for them; else, where `prefer` is `speed`, as the integers that they can be written as.
     at_load: linears are to be dequantized when the model is loaded, whatever the kernels take.
+    activations: how the graph is to quantize what the site multiplies, see `Recipe`; where that
+        kernel is banned, the site multiplies floats. FP8 is floats again before a kernel reads it.
     """
+    if activations in _OF_ACTIVATIONS:
+        answer, query = _of_bytes(capabilities, site, fmt, activations, banned)
+        if query not in banned:
+            return answer, query
     if at_load and site.role != "embedding" and capabilities.target != "qdq":
         return _at_load(capabilities, site, fmt)
     wanted: Query | None = None
@@ -120,8 +131,41 @@ def _query(op: str, site: Site, fmt: Format) -> Query:
     assert site.dtype is not None
     dtype = "float32" if site.dtype.name == "FLOAT" else site.dtype.name.lower()
     return Query(
-        op, dtype, fmt.bits, fmt.group, 0, fmt.symmetric, site.n, site.k, numbers=fmt.numbers
-    )
+        op, dtype, fmt.bits, fmt.group, 0, fmt.symmetric, site.n, site.k,
+        numbers=fmt.numbers, function=fmt.linear_name,
+    )  # fmt: skip
+
+
+def _of_bytes(
+    capabilities: Capabilities,
+    site: Site,
+    fmt: Format,
+    activations: str,
+    banned: frozenset[Query],
+) -> tuple[Answer, Query]:
+    """The kernel for quantized activations: of signed codes where it is right, else unsigned ones.
+
+    The last one where all are banned.
+    """
+    op = _OF_ACTIVATIONS[activations] if capabilities.target != "qdq" else DEQUANTIZE_LINEAR
+    query = dataclasses.replace(_query(op, site, fmt), activations=activations)
+    if not capabilities.multiplies(activations):
+        detail = f"{capabilities.runtime} has no kernel for {activations} activations"
+        return Answer(None, "ACTIVATION_UNSUPPORTED", detail), query
+    answer = Answer(None)
+    for numbers in INTEGERS:
+        query = dataclasses.replace(query, numbers=numbers)
+        answer = capabilities.ask(query)
+        if answer and query not in banned:
+            break
+    return answer, query
+
+
+_OF_ACTIVATIONS = {
+    "int8": DYNAMIC_QUANTIZE_MATMUL,
+    "int8-row": MATMUL_INTEGER_TO_FLOAT,
+    "int8-static": MATMUL_INTEGER_TO_FLOAT,
+}
 
 
 def _candidates(
@@ -145,9 +189,13 @@ def _candidates(
         own = dataclasses.replace(own, bits=integers[1], numbers="int", dtype="float32")
     levels = (0,) if embedding else {"auto": (4, 0), "0": (0,), "4": (4,)}[accuracy_level]
     slow = not embedding and accuracy_level == "0" and plain
-    for level in levels:
-        for block in blocks_of(fmt) if plain else (fmt.group,):
-            yield dataclasses.replace(own, block=block, level=level, allow_slow=slow)
+    asked = [own]
+    if fmt.as_sums and not embedding:  # kernels of symmetric integers, and faster than float zeros
+        asked.insert(0, dataclasses.replace(own, symmetric=True, numbers="int", sums=True))
+    for each in asked:
+        for level in levels:
+            for block in blocks_of(fmt) if plain else (fmt.group,):
+                yield dataclasses.replace(each, block=block, level=level, allow_slow=slow)
 
 
 _OF_LINEARS = (OWN_LINEAR, MATMUL_BNB4, MATMUL_FP8, MATMUL_FP4, DEQUANTIZE_LINEAR)
@@ -157,6 +205,8 @@ would dequantize the whole table for a few rows."""
 
 def layout_of(fmt: Format, query: Query) -> Layout:
     """How the parts of a weight lie for the kernel of `query`."""
+    if query.op in INTEGER_MATMULS or query.activations != FLOAT_ACTIVATIONS:
+        return Layout("kn" if query.numbers == "int" else "knu")
     if query.op == DEQUANTIZE_LINEAR:
         return Layout("qdq")
     if query.op == MATMUL_BNB4:
@@ -165,7 +215,7 @@ def layout_of(fmt: Format, query: Query) -> Layout:
         return Layout("own")
     integers = fmt.as_integers
     if query.op in (MATMUL_NBITS, GATHER_BLOCK_QUANTIZED) and integers is not None:
-        return Layout(integers[0], query.block)
+        return Layout("sums" if query.sums else integers[0], query.block)
     return fmt.default_layout
 
 
@@ -188,20 +238,29 @@ def is_portable(unfused: str, fmt: Format) -> bool:
 def spell_kernel(query: Query) -> str:
     """`MatMulNBits bits=4 block=128 level=4`, `DequantizeAtLoad codes=mxfp4 block=32`."""
     name = query.op.partition("::")[2] + ("AtLoad" if query.op == OWN_DEQUANTIZE else "")
+    if query.activations != FLOAT_ACTIVATIONS:
+        return f"{name} uint8 × {query.numbers}8{_SCALES[query.activations]}"
     level = f" level={query.level}" if query.op == MATMUL_NBITS else ""
     codes = f"bits={query.bits}" if query.numbers in INTEGERS else f"codes={query.numbers}"
     block = f" block={query.block}" if query.block or query.numbers in INTEGERS else ""
-    return f"{name} {codes}{block}{level}"
+    sums = " zeros=sums" if query.sums else ""
+    return f"{name} {codes}{block}{level}{sums}"
+
+
+_SCALES = {"int8": "", "int8-row": " rows=dynamic", "int8-static": " static"}
+"""Where the scales of the activation come from."""
 
 
 def format_of(query: Query) -> str:
     """The format that the kernel of `query` reads, spelled."""
+    if query.op in INTEGER_MATMULS:
+        return "int8-row" if query.symmetric else "uint8:group=row"
     if query.op in (MATMUL_FP8, MATMUL_FP4):
         return "nvfp4" if query.op == MATMUL_FP4 else "fp8-e4m3"
     if query.numbers in BNB4_TYPES:
         return f"{query.numbers}:group={query.block}"
-    floats = ",zero=float" if query.numbers == "uint-float" else ""
-    kind = "int" if query.symmetric else "uint"
+    floats = ",zero=float" if query.sums or query.numbers == "uint-float" else ""
+    kind = "int" if query.symmetric and not query.sums else "uint"
     return f"{kind}{query.bits}:group={query.block}{floats}"
 
 
@@ -210,12 +269,28 @@ def kernel_of(site: Site) -> str:
     return PORTABLE if site.state == "portable" else spell_kernel(query_of(site))
 
 
+def spell_many(from_rows: int, kernel: str) -> str:
+    """What runs a site's second weight, beside its own kernel."""
+    return f"from {from_rows} rows {kernel}"
+
+
+def own_query(site: Site, fmt: Format) -> Query:
+    """What a site in the portable form asks of a runtime that may know it as a whole."""
+    return _query(OWN_LINEAR, site, fmt)
+
+
 def query_of(site: Site) -> Query:
     """The kernel that a fused site runs, as the question that a plan asks."""
     attributes = site.node.attributes
     dtype = (
         "float32" if site.dtype is None or site.dtype.name == "FLOAT" else site.dtype.name.lower()
     )
+    if site.integer is not None:
+        product = site.integer
+        return Query(
+            f"{CONTRIB}::{site.op}", dtype, 8, 0, 0, product.symmetric, site.n, site.k,
+            product.numbers, activations=product.activations,
+        )  # fmt: skip
     if site.op in _BLOCK_QUANTIZED:
         op, bits, numbers, block = _BLOCK_QUANTIZED[site.op]
         return Query(op, dtype, bits, block, n=site.n, k=site.k, numbers=numbers)
@@ -235,4 +310,5 @@ def query_of(site: Site) -> Query:
         site.n,
         site.k,
         numbers="int" if zeros is None else "uint-float" if floats else "uint",
+        sums=site.sums is not None,
     )

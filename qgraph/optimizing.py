@@ -16,7 +16,8 @@ from qgraph._version import __version__
 from qgraph.calibration import Calibration, CalibrationData
 from qgraph.capabilities import Capabilities, Query
 from qgraph.capturing import METADATA_KEY, Source, capture
-from qgraph.errors import CoverageError, MissingExtra, NumericError
+from qgraph.checkpoint_source import CheckpointSource
+from qgraph.errors import CoverageError, InputError, MissingExtra, NumericError
 from qgraph.graph import Graph
 from qgraph.kernel_choice import query_of
 from qgraph.passes.base import Context, Findings, Pass
@@ -25,18 +26,21 @@ from qgraph.planning import make_plan, require_known_options
 from qgraph.progress import Progress
 from qgraph.recipe import Recipe
 from qgraph.report import SCHEMA, Report, Step
+from qgraph.row_branches import MANY
 from qgraph.run_notes import (
     check_paths,
     elsewhere,
     entry,
     peak_rss,
     plan_notes,
+    require_data,
     stored_bytes,
     write_report,
 )
 from qgraph.work_folder import WorkFolder
 
 if TYPE_CHECKING:
+    from qgraph.budgeting import Judge
     from qgraph.check import SiteCheck
     from qgraph.passes.solve_weights import Solution
     from qgraph.prediction import Prediction
@@ -46,9 +50,9 @@ if TYPE_CHECKING:
 
 LOST = 0.9
 """A relative weight error above this: nothing of the weight is left (2 bits leave 0.3 to 0.7)."""
-_LOWERINGS: dict[str, tuple[str, ...]] = {"qdq": ("lower_qdq",)}
+_LOWERINGS: dict[str, tuple[str, ...]] = {"qdq": ("lower_w8a8", "lower_qdq")}
 _FUSED = (
-    "lower_matmul_nbits", "lower_matmul_bnb4", "lower_matmul_block_quantized",
+    "lower_w8a8", "lower_matmul_nbits", "lower_matmul_bnb4", "lower_matmul_block_quantized",
     "lower_gather_block_quantized", "lower_qdq",
 )  # fmt: skip
 """The lowerings of all other targets: torch reads the ops of ONNX Runtime."""
@@ -85,11 +89,18 @@ class Run:
         dry_run: bool = False,
         data: CalibrationData | None = None,
         blocks: tuple[int, int] = (64, 512),
+        imported: Mapping[str, CheckpointSource] | None = None,
+        tune: bool = False,
     ) -> None:
+        if tune and not recipe.purpose:
+            raise InputError(
+                "--tune measures what --for decides by: add --for decode, prefill or both"
+            )
         require_known_options(recipe)
         self.recipe, self.target, self.progress = recipe, target, progress
         self.strict, self.min_coverage, self.check = strict, min_coverage, check
         self.dry_run, self.data, self.blocks = dry_run, data, blocks
+        self.tune = tune
         self.runtime: Runtime = registry.load("target", target)
         self.report = Report({"target": target, "recipe": recipe.to_json(), "check": check})
         self.seconds: dict[str, float] = {}
@@ -97,10 +108,18 @@ class Run:
         self.changed: list[Step] = []
         self.forced: dict[str, tuple[str, str]] = {}
         self.calibration: Calibration | None = None
-        self.findings = Findings()
+        self.imported = imported
+        self.origin: dict[str, Any] = {}
+        self.findings = Findings(imported=imported or {})
         self.work: WorkFolder | None = None
         self.prediction: Prediction | None = None
+        self.judge: Judge | None = None
         self._stage = ("", time.perf_counter())
+        if recipe.judged and data is None:
+            raise InputError(
+                "a budget, and --max-kl, take calibration data: --calibrate FILE (text with "
+                "--tokenizer, .npz or .jsonl), or --calibrate self for a language model"
+            )
 
     def optimize(
         self,
@@ -117,7 +136,8 @@ class Run:
         graph = capture(model)
         check_paths(graph, output, report, force)
         self.report.notes.extend(graph.notes)
-        before = sum(path.stat().st_size for path in graph.files) or stored_bytes(graph.model)
+        files = graph.files if self.imported is None else []  # those of the checkpoint among them
+        before = sum(path.stat().st_size for path in files) or stored_bytes(graph.model)
         self.progress.finish(f"{len(graph.model.graph)} nodes, {before / 1e6:.1f} MB")
         sites = graph.sites()
         self.changed += [
@@ -127,22 +147,32 @@ class Run:
         ]
         capabilities = self._capabilities(output)
         self._start("plan")
-        plan = make_plan(sites, self.recipe, capabilities)
+        plan = self._plan(graph, sites, capabilities)
         self.progress.finish(plan.coverage.line("to quantize"))
         self.report.notes.extend(plan_notes(plan))
         self.report.notes.extend(elsewhere(graph, sites))
         self._gate(plan, report)
+        if self.data is None and not self.dry_run:
+            require_data(plan)
+        if self.recipe.judged:
+            if not resume:  # what is in the way is told before the long work
+                self._open_work(output, plan, capabilities.target, resume, force)
+            plan = self._budgeted(graph, sites, plan, capabilities, report)
         self._open_work(output, plan, capabilities.target, resume, force)
         self._predict(graph, sites, plan)
-        if self.data is not None and not self.dry_run:
+        if self.data is not None and not self.dry_run and self.calibration is None:
             self._calibrate(graph)
         if self.dry_run:
             # Refusals of the lowering show with any codes; solvers have no data here.
             lowered, checked = self._lower(graph, plan.solved_by("rtn"), capabilities)
             return self._result(lowered, checked.with_solvers_of(plan), [], before, report)
         if output is None:
-            lowered, plan = self._lower(graph, plan, capabilities)
-            return self._result(lowered, plan, [], before, report)
+            while True:
+                lowered, made = self._lower(graph, plan, capabilities)
+                again = self._judged(lowered.model, stored_bytes(lowered.model))
+                if again is None:
+                    return self._result(lowered, made, [], before, report)
+                plan = again
         try:
             return self._write(
                 graph, plan, capabilities, output, single_file, force, before, report
@@ -151,6 +181,18 @@ class Run:
             if self.work is not None and self.work.way_on:
                 error.add_note(self.work.way_on)
             raise
+
+    def _plan(self, graph: Graph, sites: Sequence[Site], capabilities: Capabilities) -> QuantPlan:
+        if not self.recipe.purpose:
+            return make_plan(sites, self.recipe, capabilities, self.imported)
+        from qgraph.tuning import plan_by_purpose
+
+        plan, notes = plan_by_purpose(
+            graph, sites, self.recipe, capabilities, self.runtime,
+            tune=self.tune, progress=self.progress,
+        )  # fmt: skip
+        self.report.notes.extend(notes)
+        return plan
 
     def _open_work(
         self, output: Path | None, plan: QuantPlan, target: str, resume: bool, force: bool
@@ -187,6 +229,42 @@ class Run:
         self.report.notes.extend(self.calibration.notes)
         self.progress.finish(f"{self.calibration.tokens} tokens")
 
+    def _budgeted(
+        self,
+        graph: Graph,
+        sites: Sequence[Site],
+        plan: QuantPlan,
+        capabilities: Capabilities,
+        report: Path | None,
+    ) -> QuantPlan:
+        """Hold samples out, and choose a format for each weight where there is a budget."""
+        from qgraph.budgeting import Judge
+
+        self._calibrate(graph)
+        assert self.calibration is not None
+        self.judge = Judge(graph, self.recipe, self.runtime, self.calibration, report)
+        self.calibration = None if self.dry_run else self.judge.calibration
+        if not self.recipe.budgeted:
+            return plan
+        self._start("bit budget", total=1000)
+        plan = self.judge.choose(sites, capabilities, self.progress.advance)
+        self.progress.finish(self.judge.line)
+        self._gate(plan, report)
+        return plan
+
+    def _judged(self, candidate: Path | ir.Model, nbytes: int) -> QuantPlan | None:
+        """Measure what was made on samples that were held out; a plan where it is to be another."""
+        if self.judge is None:
+            return None
+        self._start("compare")
+        again = self.judge.verdict(candidate, nbytes)
+        self.progress.finish(self.judge.line)
+        if again is not None:
+            self.findings = Findings(imported=self.findings.imported)
+            self.forced = {}
+            self.changed = [step for step in self.changed if step.pass_name == "capture"]
+        return again
+
     def _capabilities(self, output: Path | None) -> Capabilities:
         capabilities = self.runtime.capabilities()
         predicted = all(rule.origin == "predicted" for rule in capabilities.rules)
@@ -222,9 +300,11 @@ class Run:
         lowerings = list(_LOWERINGS.get(self.target, _FUSED))
         if self.target != "qdq":
             lowerings.append("lower_portable")
+        lowerings.insert(0, "insert_fp8_qdq")
         plan = plan.refusing({k: v for k, v in self.forced.items() if plan.of(k)})
         while True:
-            names = ["adopt_qdq", "solve", "quantize_rtn", *lowerings, "cleanup"]
+            names = ["adopt_qdq", "import_weights", "solve", "quantize_rtn", "lower_by_rows"]
+            names += [*lowerings, "cleanup"]
             self.report.steps[:] = self.changed
             lowered = graph.clone()
             context = Context(
@@ -307,6 +387,10 @@ class Run:
                 self._describe(lowered.model, self._as_solved(plan), errors)
                 self._add_errors(errors)
                 self._load(lowered.model, data, save)
+                again = self._tried(data, save)
+                if again is not None:
+                    plan = again
+                    continue
                 files = save.commit()
             if self.work is not None:
                 self.report.notes.extend(self.work.notes)
@@ -336,12 +420,13 @@ class Run:
         words = f"{first.site}: {first.code}: {first.detail}"
         if self.strict or first.code == "BYTES":
             raise NumericError(f"{words}; nothing was written")
-        sites = {site.name: site for site in lowered.sites()}
+        sites = {each.name: each for site in lowered.sites() for each in (site, *site.copies)}
         before = self.banned
         for item in wrong:
             site = sites[item.site]
             query = query_of(site) if site.state == "fused" else None
-            if query is None or query in before:  # there is no next kernel
+            second = item.site.endswith(MANY)  # a site does without rather than with a slower one
+            if query is None or query in before or second:  # there is no next kernel
                 self.forced[item.site] = (str(item.code), item.detail)
             else:
                 self.banned |= {query}
@@ -350,6 +435,14 @@ class Run:
             for item in wrong
         ]
         return True
+
+    def _tried(self, data: DataFile, save: Save) -> QuantPlan | None:
+        """What `_judged` says of the files, before they get their names."""
+        if self.judge is None:
+            return None
+        plans: list[QuantPlan | None] = []
+        save.trial(lambda path: plans.append(self._judged(path, data.size + path.stat().st_size)))
+        return plans[0]
 
     def _load(self, model: ir.Model, data: DataFile, save: Save) -> None:
         """Load the model in the runtime before it is called done."""
@@ -369,6 +462,9 @@ class Run:
             "recipe": self.recipe.to_json(),
             "sites": sites,
         }
+        for name, reader in self.findings.permuted.items():
+            sites[name]["rows_ordered_for"] = reader
+        content |= self.origin
         if self.calibration is not None:
             content["calibration"] = list(self.calibration.sources)
         model.metadata_props[METADATA_KEY] = json.dumps(content, separators=(",", ":"))
@@ -405,6 +501,9 @@ class Run:
             seen, notes = self.calibration.seen(self.findings.statistics)
             self.report.totals["calibration"] = seen
             self.report.notes.extend(notes)
+        if self.judge is not None:
+            self.report.totals["budget"] = self.judge.to_json()
+            self.report.notes.append(self.judge.line)
         predicted = self.prediction.to_json() if self.prediction is not None else None
         self.report.totals["predicted"] = predicted
         if report is not None:

@@ -27,7 +27,7 @@ def packed_source(site: Site, k: int) -> QuantSource | None:
         return source if isinstance(source, QuantSource) else None
     if site.state == "float":
         return None
-    parts = _constants(site.node)
+    parts = _constants(site)
     codes = parts.get("codes")
     if isinstance(codes, QuantTensor):
         return codes.source
@@ -63,9 +63,9 @@ def _fused(site: Site, k: int, parts: dict[Part, ir.TensorProtocol]) -> StoredSo
     return StoredSource(found, fmt, site.n, k, scale_dtype, site.weight_name, layout)
 
 
-def _constants(node: ir.Node) -> dict[Part, ir.TensorProtocol]:
-    """The packed constants that a node reads, in the order of its inputs."""
-    op = reading_op(node)
+def _constants(site: Site) -> dict[Part, ir.TensorProtocol]:
+    """The packed constants that a site reads, in the order of the node's inputs."""
+    node, op = site.node, reading_op(site.node)
     found: dict[Part, ir.TensorProtocol] = {}
     for part, index in zip(PARTS, op.inputs if op is not None else (), strict=False):
         value = node.inputs[index] if index < len(node.inputs) else None
@@ -75,4 +75,5 @@ def _constants(node: ir.Node) -> dict[Part, ir.TensorProtocol]:
             producer = value.producer() if value is not None else None
         if value is not None and value.const_value is not None:
             found[part] = value.const_value
-    return found
+    minimums = site.sums.minimums.const_value if site.sums is not None else None
+    return found if minimums is None else {**found, "minimums": minimums}

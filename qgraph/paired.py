@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -90,10 +90,18 @@ def logits_output(side: Side) -> str | None:
     """The output with a distribution over the vocabulary for each token."""
     if side.feeder.tokens is None:
         return None
-    wide = [s for s in side.outputs if len(s.shape) == 3 and s.dtype in FLOATS]
-    named = [spec.name for spec in wide if spec.name.lower().endswith("logits")]
+    floats = [(spec.name, spec.shape) for spec in side.outputs if spec.dtype in FLOATS]
+    return find_logits(floats, side.model)
+
+
+def find_logits(
+    outputs: Iterable[tuple[str, Sequence[object]]], model: Path | ir.Model
+) -> str | None:
+    """Of the float outputs of a model of tokens (name, shape) the one that holds logits."""
+    wide = [(name, shape) for name, shape in outputs if len(shape) == 3]
+    named = [name for name, _ in wide if name.lower().endswith("logits")]
     if named or not wide:
         return named[0] if named else None
-    table = vocabulary(read_graph(side.model))
-    sized = [spec.name for spec in wide if spec.shape[-1] == table]
+    table = vocabulary(read_graph(model))
+    sized = [name for name, shape in wide if shape[-1] == table]
     return sized[0] if len(sized) == 1 else None

@@ -16,7 +16,7 @@ from qgraph.capturing import Source, capture, read_metadata, runnable
 from qgraph.errors import InputError
 from qgraph.optimizing import Result, Run
 from qgraph.progress import Progress, Silent
-from qgraph.recipe import Override, Recipe
+from qgraph.recipe import Override, Recipe, parse_size
 from qgraph.run_notes import (
     output_file,
 )
@@ -55,6 +55,8 @@ def optimize(
     options: Mapping[str, str] | None = None,
     embedding: str | None = None,
     accuracy_level: str | int | None = None,
+    activations: str | None = None,
+    outliers: int | None = None,
     min_elements: int | None = None,
     calibrate: Calibrate | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
@@ -62,7 +64,14 @@ def optimize(
     sequence: int = 512,
     unfused: str | None = None,
     prefer: str | None = None,
+    purpose: str | None = None,
+    tune: bool = False,
     dequantize_at_load: bool | None = None,
+    target_bits: float | None = None,
+    max_size: int | str | None = None,
+    mixed: bool | None = None,
+    max_kl: float | None = None,
+    candidates: Sequence[str] | None = None,
     target: str = "ort-cpu",
     check: bool = True,
     strict: bool = False,
@@ -89,9 +98,14 @@ def optimize(
             items are paths or pairs (source, weight), a weight being a share of the samples. A
             text "SOURCE@WEIGHT" is such a pair, unless it names a file; a list of arrays or
             dictionaries is an iterable of feeds.
+        target_bits, max_size, mixed, max_kl, candidates: see `Recipe`; a size may be a text as
+            "90MB". Budgets, and `max_kl`, take samples of `calibrate`, and hold some of them out.
         target: what will run the model: `ort-cpu`, `ort-cuda`, `qdq`, `torch`, `torch-cpu` or
             `torch-cuda`.
         check: run each kernel in use on the written bytes before the model is called good.
+        purpose: what the model is to be fast at: "decode" (few rows), "prefill" (many) or "both";
+            formats are chosen by the times that were measured on this machine, else by rule.
+        tune: first measure what `purpose` has to know and was not measured yet.
         strict: a kernel outside its bound is an error; otherwise the next kernel is taken.
         resume: go on with a run that was stopped: take the weights that solvers finished there.
             With another model, data or options that is an error; with `force` what still holds
@@ -103,7 +117,8 @@ def optimize(
     Raises:
         InputError: wrong model, recipe or output; nothing was written.
         CoverageError: nothing, or less than `min_coverage`, can be quantized.
-        NumericError: with `strict`, a kernel missed its error bound.
+        NumericError: with `strict`, a kernel missed its error bound; with `max_kl`, the
+            divergence is above it. Nothing was written.
     """
     given: dict[str, Any] = {
         "format": format,
@@ -112,10 +127,18 @@ def optimize(
         "calibration": calibration,
         "embedding": embedding,
         "accuracy_level": None if accuracy_level is None else str(accuracy_level),
+        "activations": activations,
+        "outliers": outliers,
         "min_elements": min_elements,
         "unfused": unfused,
         "prefer": prefer,
+        "purpose": purpose,
         "dequantize_at_load": dequantize_at_load,
+        "target_bits": target_bits,
+        "max_size": parse_size(max_size) if isinstance(max_size, str) else max_size,
+        "mixed": mixed,
+        "max_kl": max_kl,
+        "candidates": None if candidates is None else tuple(candidates),
         "include": _several(include) or None,
         "exclude": _several(exclude) or None,
         "overrides": tuple(Override.parse(o) if isinstance(o, str) else o for o in overrides)
@@ -136,7 +159,7 @@ def optimize(
         raise InputError("a tokenizer goes with a calibration text: give --calibrate FILE too")
     run = Run(
         asked, target, progress or Silent(), strict, min_coverage, check, dry_run, data,
-        blocks=(samples, sequence),
+        blocks=(samples, sequence), tune=tune,
     )  # fmt: skip
     with _quiet_collector():
         return run.optimize(

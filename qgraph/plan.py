@@ -11,14 +11,32 @@ from qgraph.adopted import ADOPTED
 from qgraph.capabilities import OWN_LINEAR
 from qgraph.coverage import Coverage
 from qgraph.kernel_choice import PORTABLE, kernel_of
-from qgraph.recipe import Recipe
+from qgraph.recipe import FP8_ACTIVATIONS, Recipe
 from qgraph.report import SCHEMA
+from qgraph.row_branches import MANY
 from qgraph.sites import PACKED, Site
 
 KEPT = "kept"
 """The solver of a site that came in with a fused kernel."""
-UNSOLVED = ("rtn", ADOPTED, KEPT)
+IMPORTED = "imported"
+"""The solver of weights that a checkpoint brings quantized."""
+UNSOLVED = ("rtn", ADOPTED, KEPT, IMPORTED)
 """Solvers of weights that are rounded, or stay as they came."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Many:
+    """A second weight of one site, for activations of `from_rows` rows and more.
+
+    format, activations, kernel, packed_bytes, outliers: as a `Decision` has them.
+    """
+
+    from_rows: int
+    format: str
+    activations: str | None
+    kernel: str | None
+    packed_bytes: int
+    outliers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +49,9 @@ class Decision:
     shared_with: the first site that reads the same packed weight.
     module: the torch module that the site came from, where the exporter told.
     float_bytes, packed_bytes: the weight that the site reads, in float and packed.
+    activations: how its input is rounded, as `Recipe.activations` spells it; None for floats.
+    outliers: how many of its input columns stay in float at most.
+    many: a second weight, for many rows; `packed_bytes` counts both.
     """
 
     site: str
@@ -49,6 +70,9 @@ class Decision:
     module: str = ""
     float_bytes: int = 0
     packed_bytes: int = 0
+    activations: str | None = None
+    outliers: int = 0
+    many: Many | None = None
 
     @property
     def name(self) -> str:
@@ -71,12 +95,29 @@ class QuantPlan:
     decisions: tuple[Decision, ...]
 
     def of(self, site: str) -> Decision | None:
-        """The decision for one site, by its name."""
-        return self._by_site.get(site)
+        """The decision for one site, by its name; that for many rows by the name and MANY."""
+        found = self._by_site.get(site)
+        if found is None and site.endswith(MANY):
+            found = self._by_site.get(site.removesuffix(MANY))
+            return None if found is None else _for_many(found)
+        return found
+
+    def named(self, site: str) -> tuple[Decision, ...]:
+        """The decisions for a site, that for many rows under its own name behind the other."""
+        found = self[site]
+        return (found,) if found.many is None else (found, _for_many(found))
+
+    @property
+    def everywhere(self) -> tuple[Decision, ...]:
+        """All decisions, those for many rows too."""
+        return tuple(each for item in self.decisions for each in self.named(item.site))
 
     def __getitem__(self, site: str) -> Decision:
         """The decision for a site that this plan knows."""
-        return self._by_site[site]
+        found = self.of(site)
+        if found is None:
+            raise KeyError(site)
+        return found
 
     @functools.cached_property
     def _by_site(self) -> dict[str, Decision]:
@@ -91,11 +132,13 @@ class QuantPlan:
         """This plan with some sites left in float: site → (reason code, detail)."""
         decisions = [
             dataclasses.replace(
-                item, format=None, solver=None, kernel=None, shared_with=None, packed_bytes=0,
+                item, many=None, format=None, solver=None, kernel=None, shared_with=None,
+                packed_bytes=0,
+                activations=None, outliers=0,
                 reason=refused[item.site][0], detail=refused[item.site][1],
             )
             if item.site in refused
-            else item
+            else _without_many(item, refused.get(item.site + MANY))
             for item in self.decisions
         ]  # fmt: skip
         return dataclasses.replace(self, decisions=tuple(_owned(decisions)))
@@ -104,7 +147,7 @@ class QuantPlan:
         """This plan with one solver for every weight that is to be solved."""
         decisions = [
             dataclasses.replace(item, solver=solver)
-            if item.quantized and item.solver not in (ADOPTED, KEPT)
+            if item.quantized and item.solver not in (ADOPTED, KEPT, IMPORTED)
             else item
             for item in self.decisions
         ]
@@ -127,12 +170,21 @@ class QuantPlan:
 
         failed: site → (reason code, detail) of the kernel that a check found wrong before.
         """
-        kernels = {site.name: kernel_of(site) for site in sites if site.state in PACKED}
+        packed = [site for site in sites if site.state in PACKED]
+        kernels = {site.name: kernel_of(site) for site in packed}
+        floats = {site.name for site in packed if site.integer is None}
+        many = {site.name: kernel_of(site.many) for site in sites if site.many is not None}
         failed = failed or {}
         decisions = []
         for item in self.decisions:
             if item.site in kernels and not _is_own(item.kernel, kernels[item.site]):
                 item = dataclasses.replace(item, kernel=kernels[item.site])
+            fp8 = item.activations in FP8_ACTIVATIONS  # which the graph rounds, not the kernel
+            if item.site in floats and not fp8:  # also where an integer kernel was banned
+                item = dataclasses.replace(item, activations=None, outliers=0)
+            if item.many is not None and item.site in many:
+                second = dataclasses.replace(item.many, kernel=many[item.site])
+                item = dataclasses.replace(item, many=second)
             if item.site in failed and item.quantized:
                 reason, detail = failed[item.site]
                 item = dataclasses.replace(item, reason=reason, detail=detail)
@@ -161,6 +213,27 @@ def _owned(decisions: list[Decision]) -> Iterator[Decision]:
             continue
         heir = heirs.setdefault((item.shared_with, item.format), item.site)
         yield dataclasses.replace(item, shared_with=None if heir == item.site else heir)
+
+
+def _for_many(item: Decision) -> Decision:
+    """What becomes of the copy of a site that many rows run through."""
+    many = item.many
+    if many is None:
+        return item
+    return dataclasses.replace(
+        item, site=item.site + MANY, many=None, format=many.format,
+        activations=many.activations, kernel=many.kernel, packed_bytes=many.packed_bytes,
+        outliers=many.outliers, solver="rtn", shared_with=None,
+    )  # fmt: skip
+
+
+def _without_many(item: Decision, refused: tuple[str, str] | None) -> Decision:
+    """The decision with one weight, where the second one is refused."""
+    if refused is None or item.many is None:
+        return item
+    size = item.packed_bytes - item.many.packed_bytes
+    detail = f"no second weight for many rows: {refused[1]}"
+    return dataclasses.replace(item, many=None, packed_bytes=size, reason=refused[0], detail=detail)
 
 
 def _is_own(planned: str | None, found: str) -> bool:

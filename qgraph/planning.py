@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from qgraph import registry
 from qgraph.adopted import ADOPTED, AdoptedSource, adopt
 from qgraph.capabilities import DEQUANTIZE_LINEAR, OWN_DEQUANTIZE, Capabilities, Query
+from qgraph.checkpoint_source import CheckpointSource
 from qgraph.errors import InputError
 from qgraph.formats.base import Format, Layout, named, parse
 from qgraph.kernel_choice import (
@@ -21,8 +22,14 @@ from qgraph.kernel_choice import (
     query_of,
     spell_kernel,
 )
-from qgraph.plan import KEPT, Decision, QuantPlan
-from qgraph.recipe import FLOAT, Recipe
+from qgraph.plan import IMPORTED, KEPT, Decision, QuantPlan
+from qgraph.recipe import FLOAT, FP8_ACTIVATIONS, Recipe
+from qgraph.rounded_activations import (
+    FP8_WORDS,
+    are_multiplied,
+    require_rounded,
+    weights_of,
+)
 from qgraph.selectors import MODULE, Selector, check, layer_count
 from qgraph.shared_weights import other_readers, reads_root_of, weight_keys
 from qgraph.sites import PACKED, Refusal, Site
@@ -37,8 +44,20 @@ BEST_EMBEDDING = "int8"
 _QUANTIZED = ("qdq", "dequantize")
 
 
-def make_plan(sites: Sequence[Site], recipe: Recipe, capabilities: Capabilities) -> QuantPlan:
+def make_plan(
+    sites: Sequence[Site],
+    recipe: Recipe,
+    capabilities: Capabilities,
+    imported: Mapping[str, CheckpointSource] | None = None,
+    chosen: Mapping[str, str] | None = None,
+    rounded: Mapping[str, str] | None = None,
+) -> QuantPlan:
     """Decide for every site.
+
+    imported: the weights that a checkpoint brings, by site; float weights without one stay so.
+    chosen: site → spelled format or `float`, in place of the recipe's own format (of an embedding
+        where that is `auto`); overrides win.
+    rounded: site → what its activations are rounded to, in place of the recipe's; overrides win.
 
     Raises:
         InputError: a selector that matches nothing, an unknown format, solver or option, or
@@ -51,7 +70,7 @@ def make_plan(sites: Sequence[Site], recipe: Recipe, capabilities: Capabilities)
             "loads a model: use --target ort-cpu, ort-cuda or qdq, or leave the option out"
         )
     check(recipe.selectors, sites)
-    planner = _Planner(sites, recipe, capabilities)
+    planner = _Planner(sites, recipe, capabilities, imported, chosen or {}, rounded or {})
     decisions = [planner.decide(site) for site in sites]
     return QuantPlan(
         recipe,
@@ -101,7 +120,20 @@ def _with_costs(
 
 
 def wanted_format(recipe: Recipe, target: str) -> Format:
-    """The recipe's format with its group; `auto` is the best 4-bit format of the target."""
+    """The recipe's format with its group; `auto` is the best 4-bit format of the target.
+
+    With rounded activations it is `int8-row`, which is what integer kernels read, or FP8.
+
+    Raises:
+        InputError: another format or group was asked for beside rounded activations.
+    """
+    if recipe.activations != FLOAT:
+        auto = recipe.format == "auto"
+        if auto and not recipe.group:
+            return weights_of(recipe.activations)
+        found = parse(BEST_4_BIT if auto else recipe.format, group=recipe.group)
+        require_rounded(found, recipe.activations, f"--activations {recipe.activations}")
+        return found
     if recipe.format == "auto":
         best = SYMMETRIC_4_BIT if target == "ort-cuda" else BEST_4_BIT
         return parse(best, group=DEFAULT_GROUP if recipe.group is None else recipe.group)
@@ -124,8 +156,16 @@ def _parse_with(text: str, group: int | None) -> Format:
 
 
 class _Planner:
-    def __init__(self, sites: Sequence[Site], recipe: Recipe, capabilities: Capabilities) -> None:
-        self.recipe = recipe
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        recipe: Recipe,
+        capabilities: Capabilities,
+        imported: Mapping[str, CheckpointSource] | None,
+        chosen: Mapping[str, str],
+        rounded: Mapping[str, str],
+    ) -> None:
+        self.recipe, self.chosen, self.rounded = recipe, chosen, rounded
         self.capabilities = capabilities
         self.layers = layer_count(sites)
         self.default = wanted_format(recipe, capabilities.target)
@@ -137,6 +177,8 @@ class _Planner:
             for name, source in self.adopted.items()
             if isinstance(source, AdoptedSource)
         }
+        self.imported = imported
+        self.keys |= {name: source.key for name, source in (imported or {}).items()}
         self.tables = {self.keys[s.name] for s in sites if s.role == "embedding" and s.weight}
         self.first: dict[tuple[Hashable, str | None], str] = {}
         for item in recipe.overrides:
@@ -144,6 +186,9 @@ class _Planner:
                 parse(str(item.format), group=None)
             if item.solver is not None:
                 parts_of(item.solver)
+            if item.activations not in (None, FLOAT) and item.format is not None:
+                asked = f"--set activations={item.activations}"
+                require_rounded(parse(item.format), str(item.activations), asked)
 
     def decide(self, site: Site) -> Decision:
         """The decision for one site."""
@@ -159,6 +204,8 @@ class _Planner:
             return self._packed(decision, site)
         if site.state != "float":
             return decision
+        if self.imported is not None:
+            return self._imported(decision, site, self.imported.get(site.name))
         wanted = self._wanted(site)
         if wanted is None:
             table = self.keys[site.name] in self.tables and self.embedding is None
@@ -193,6 +240,20 @@ class _Planner:
             return decision
         return dataclasses.replace(decision, detail="came quantized, kept code for code")
 
+    def _imported(
+        self, decision: Decision, site: Site, source: CheckpointSource | None
+    ) -> Decision:
+        if source is None:
+            detail = "not among the checkpoint's quantized weights"
+            return dataclasses.replace(decision, reason="FLOAT_IN_CHECKPOINT", detail=detail)
+        if source.order is not None and site.role == "embedding":
+            raise InputError(f"{site.name}: {source.name} is in act order, which no table can be")
+        decision = self._with_format(decision, site, source.format, IMPORTED)
+        if not decision.quantized:
+            return decision
+        more = f"; {decision.detail}" if decision.detail else ""
+        return dataclasses.replace(decision, detail=f"{source.part}, code for code{more}")
+
     def _packed(self, decision: Decision, site: Site) -> Decision:
         """A site that came in fused, or in the portable form, stays as it is."""
         if site.state == "portable":
@@ -217,10 +278,22 @@ class _Planner:
             return source.stored_bytes
         return site.weight.tensor.nbytes if site.weight is not None else 0
 
+    def _activations(self, site: Site, fmt: Format) -> str:
+        """What the site multiplies: as the last override says, else as the recipe; heads floats."""
+        found = self.recipe.activations if site.role == "linear" else FLOAT
+        found = self.rounded.get(site.name, found)
+        for item in self.recipe.overrides:
+            if Selector(item.selector).matches(site, self.layers):
+                found = item.activations or found
+        return found if site.role != "embedding" and are_multiplied(fmt, found) else FLOAT
+
     def _with_format(self, decision: Decision, site: Site, fmt: Format, solver: str) -> Decision:
         assert site.weight is not None and site.dtype is not None
         fmt.validate(site.n, site.k)
         dtype = site.dtype
+        activations = self._activations(site, fmt)
+        # FP8 activations are floats again before any kernel reads them.
+        read = FLOAT if activations in FP8_ACTIVATIONS else activations
         answer, query = best_kernel(
             self.capabilities,
             site,
@@ -228,11 +301,18 @@ class _Planner:
             self.recipe.accuracy_level,
             prefer=self.recipe.prefer,
             at_load=self.recipe.dequantize_at_load,
+            activations=read,
         )
         rule = answer.rule
         portable = is_portable(self.recipe.unfused, fmt) and dtype.name in ("FLOAT", "FLOAT16")
-        if rule is None and not portable:
+        if rule is None and (not portable or read != FLOAT):
             return dataclasses.replace(decision, reason=answer.reason, detail=answer.detail)
+        outliers = min(self.recipe.outliers, site.k - 1) if read != FLOAT else 0
+        if outliers and query.op == DEQUANTIZE_LINEAR:
+            raise InputError(
+                f"--outliers {self.recipe.outliers}: a Q/DQ graph for {self.capabilities.target} "
+                "quantizes whole activations; use --target ort-cpu, or leave it out"
+            )
         spelled = fmt.spell()
         owner = self.first.setdefault((self.keys[site.name], spelled), site.name)
         shared = None if owner == site.name else owner
@@ -242,7 +322,9 @@ class _Planner:
             format=spelled,
             solver=solver,
             shared_with=shared,
-            packed_bytes=_bytes(site, fmt, layout),
+            packed_bytes=_bytes(site, fmt, layout) + outliers * site.n * dtype.bitwidth // 8,
+            activations=None if activations == FLOAT else activations,
+            outliers=outliers,
         )
         if rule is None:
             known = answer.reason == "NO_FUSED_KERNEL"
@@ -251,12 +333,13 @@ class _Planner:
             return dataclasses.replace(
                 decision, kernel=PORTABLE, reason="NO_FUSED_KERNEL", detail=detail
             )
+        detail = self._at_load(site, query) or answer.detail or self._price(site, fmt, layout)
         return dataclasses.replace(
             decision,
             kernel=spell_kernel(query),
             origin=rule.origin,
             reason=answer.reason,
-            detail=self._at_load(site, query) or answer.detail or self._price(site, fmt, layout),
+            detail="; ".join(each for each in (FP8_WORDS.get(activations), detail) if each),
         )
 
     def _faster(self, site: Site, fmt: Format) -> str:
@@ -315,6 +398,9 @@ class _Planner:
         """Format and solver: the last override that names the site, else the recipe's."""
         table = self.keys[site.name] in self.tables
         fmt = self.embedding if table else self.default
+        if site.name in self.chosen and (not table or self.recipe.embedding == "auto"):
+            spelled = self.chosen[site.name]
+            fmt = None if spelled == FLOAT else parse(spelled)
         solver = self.recipe.solver
         for item in self.recipe.overrides:
             if Selector(item.selector).matches(site, self.layers):
@@ -322,6 +408,8 @@ class _Planner:
                     fmt = None
                 elif item.format is not None:
                     fmt = _parse_with(item.format, self.recipe.group)
+                elif item.activations not in (None, FLOAT):
+                    fmt = weights_of(item.activations)
                 solver = item.solver or solver
         if table:
             solver = "rtn"  # gathered rows have no Hessian, and a tied head shares their blob

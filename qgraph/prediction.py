@@ -232,11 +232,11 @@ def _steps(spec: str) -> list[Any]:
 
 
 def _tried(spec: str, pairs: Sequence[tuple[Site, Decision]]) -> list[str]:
-    """The composed solvers that are tried on weights; those of ranges where ranges are free."""
+    """The composed solvers that are tried on weights; those of ranges where there are any."""
     (first, *_) = _steps(spec)
     if first.role != "choice":
         return [spec]
-    free = any(parse(decision.format or "").free_scales for _, decision in pairs)
+    free = any(parse(decision.format or "").has_ranges for _, decision in pairs)
     return [
         each
         for each in first.candidates(True)
@@ -246,8 +246,10 @@ def _tried(spec: str, pairs: Sequence[tuple[Site, Decision]]) -> list[str]:
 
 def _searching(ranges: Any, fmt: Format) -> float:
     """Of a search for ranges, per weight, in flops of a product that takes as long."""
-    if ranges is None or not fmt.free_scales:
+    if ranges is None:
         return 0.0
+    if not fmt.free_scales:
+        return float(_RANGE * len(fmt.moves))
     return float(_RANGE * ranges.widths() * (1 if fmt.symmetric else _SHIFTS))
 
 

@@ -118,12 +118,21 @@ class QuantTensor(ir.TensorProtocol):
         return self.spec.nbytes
 
     def tofile(self, file: BinaryIO) -> None:
-        """Write the bytes of this part, one block of rows at a time."""
+        """Write the bytes of this part, one block of rows at a time.
+
+        Where rows are columns, the part is put together in memory.
+        """
+        turned = []
         for start, stop in self.source.blocks():
             if start and not self.spec.rows:
                 break  # a part of the whole weight came with the first block
             packed = self.source.format.pack(self.source.block(start, stop), self.layout)
-            file.write(np.ascontiguousarray(packed[self.part]).tobytes())
+            if self.spec.axis:
+                turned.append(packed[self.part])
+            else:
+                file.write(np.ascontiguousarray(packed[self.part]).tobytes())
+        if turned:
+            file.write(np.concatenate(turned, axis=self.spec.axis).tobytes())
         self.source.release()
 
     def tobytes(self) -> bytes:

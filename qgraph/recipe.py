@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,19 +19,36 @@ LEVELS = ("auto", "0", "4")
 CALIBRATIONS = ("sequential", "parallel")
 UNFUSED = ("auto", "float", "portable")
 PREFERENCES = ("speed", "size")
+FP8_ACTIVATIONS = ("fp8", "fp8-token")
+ACTIVATIONS = (FLOAT, "int8", "int8-row", "int8-static", *FP8_ACTIVATIONS)
+"""What linears multiply: floats, or bytes that the graph rounds them to."""
+CANDIDATES = (
+    "uint2:group=32", "uint4:group=256", "uint4:group=128", "int4:group=64,scale=signed",
+    "uint4:group=64", "uint4:group=32", "int8:group=64", FLOAT,
+)  # fmt: skip
+"""What a budget may choose from where nothing else is asked for."""
+_NUMBERS = {"target_bits": (int, float), "max_size": (int, str), "max_kl": (int, float)}
+PURPOSES = ("decode", "prefill", "both")
+"""What a model is to be fast at: few rows, many rows, or both."""
 _LEVEL_OPTION = "lower_matmul_nbits.accuracy_level"
 
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-    """One `--set 'GLOB=FORMAT[:option=value,…][,solver=NAME]'`, or a `[[set]]` table.
+    """One `--set 'GLOB=FORMAT[:option=value,…][,solver=NAME][,activations=KIND]'`, or `[[set]]`.
 
     format: a spelled format, `float` to keep the weight, or None for the recipe's own.
+    activations: see `Recipe`; None for the recipe's own.
     """
 
     selector: str
     format: str | None = None
     solver: str | None = None
+    activations: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.activations is not None:
+            _check_activations(self.activations)
 
     @classmethod
     def parse(cls, text: str) -> Override:
@@ -44,9 +63,10 @@ class Override:
                 f"--set {text!r}: wanted 'GLOB=FORMAT', as in 'lm_head*=int8:group=64'"
             )
         pieces = rest.split(",")
-        solver = [p.removeprefix("solver=") for p in pieces if p.startswith("solver=")]
-        fmt = ",".join(p for p in pieces if not p.startswith("solver="))
-        return cls(selector, fmt or None, solver[-1] if solver else None)
+        words = [piece.partition("=") for piece in pieces]
+        named = {key: value for key, _, value in words if key in ("solver", "activations")}
+        fmt = ",".join("".join(word) for word in words if word[0] not in ("solver", "activations"))
+        return cls(selector, fmt or None, **named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +81,29 @@ class Recipe:
     embedding: `auto`, `float`, or a format for embedding tables; a tied head follows it.
     accuracy_level: `auto`, `0` (float activations) or `4` (int8 activations); the option
         `lower_matmul_nbits.accuracy_level` may say it where this is `auto`.
+    activations: `float` (the accuracy level says what kernels of packed weights make of them), or
+        bytes that the graph makes of the inputs of linears, heads left out: `int8` (one scale for
+        the tensor, found as it runs), `int8-row` (one for each row, that is token), `int8-static`
+        (scale and zero point from calibration). The weights are then `int8-row`. Or FP8, and floats
+        again for the kernel: `fp8` (one scale from calibration), `fp8-token`; with `fp8-e4m3`.
+    outliers: input columns of each such linear that stay in float, at most: those of the largest
+        activations in calibration.
     unfused: what becomes of a weight that no kernel takes: `float` (as it is), or `portable`
         (packed, and dequantized block by block in standard operators: small, and slow); `auto`
         is `portable` for formats that are no integers, else `float`.
     prefer: `speed` or `size`, for formats that a fast kernel reads in a larger form.
+    purpose: what the model is to be fast at, one of PURPOSES: formats, groups and activations are
+        chosen linear by linear, by measured times where there are any. Empty: as they are asked
+        for.
     dequantize_at_load: linears are stored packed and become floats when the model is loaded,
         whatever their format; no kernel computes on the packed weight.
     min_elements: smaller weights stay as they are.
+    target_bits, max_size, mixed: a budget, by which each weight gets a format of its own: bits a
+        weight over all linears, scales included; bytes of the file (in TOML also "90MB"); or
+        the smallest file that keeps `max_kl`. One of the three, and it takes calibration data.
+    max_kl: KL divergence from the float model on samples that are held out, in nats a token; above
+        it nothing is written.
+    candidates: the formats to choose from, beside the recipe's own; `float` is one.
     options: `PASS.FIELD` → value, for any pass's field.
     """
 
@@ -80,10 +116,18 @@ class Recipe:
     overrides: tuple[Override, ...] = ()
     embedding: str = "auto"
     accuracy_level: str = "auto"
+    activations: str = FLOAT
+    outliers: int = 0
     unfused: str = "auto"
     prefer: str = "speed"
+    purpose: str = ""
     dequantize_at_load: bool = False
     min_elements: int = 1024
+    target_bits: float | None = None
+    max_size: int | None = None
+    mixed: bool = False
+    max_kl: float | None = None
+    candidates: tuple[str, ...] = CANDIDATES
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,13 +142,111 @@ class Recipe:
             raise InputError(f"unfused {self.unfused!r}: wanted one of {', '.join(UNFUSED)}")
         if self.prefer not in PREFERENCES:
             raise InputError(f"prefer {self.prefer!r}: wanted one of {', '.join(PREFERENCES)}")
+        if self.purpose not in ("", *PURPOSES):
+            near = did_you_mean(self.purpose, PURPOSES)
+            raise InputError(f"for {self.purpose!r}{near}: wanted one of {', '.join(PURPOSES)}")
+        self._check_purpose()
         if self.min_elements < 0:
             raise InputError(f"min_elements {self.min_elements}: wanted 0 or more")
+        _check_activations(self.activations)
+        self._check_rounded()
+        self._check_budget()
         level = self.options.get(_LEVEL_OPTION, self.accuracy_level)
         if self.accuracy_level not in ("auto", level):
             raise InputError(
                 f"--accuracy-level {self.accuracy_level} and --option {_LEVEL_OPTION}={level} "
                 "contradict each other: give one of them"
+            )
+
+    def _check_budget(self) -> None:
+        given = [self.target_bits is not None, self.max_size is not None, self.mixed]
+        if sum(given) > 1:
+            raise InputError(
+                "--target-bits, --max-size and --mixed are three budgets: give one of them"
+            )
+        if self.mixed and self.max_kl is None:
+            raise InputError(
+                "--mixed looks for the smallest file within a loss: add --max-kl X, or give "
+                "--target-bits or --max-size instead"
+            )
+        limits = {"target bits": self.target_bits, "max size": self.max_size, "max kl": self.max_kl}
+        for name, value in limits.items():
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"{name} {value}: wanted a number above 0")
+        if self.budgeted and self.activations != FLOAT:
+            raise InputError(
+                f"--activations {self.activations} says what the weights are: leave it out, or "
+                "the budget"
+            )
+        if self.candidates != CANDIDATES and not self.budgeted:
+            raise InputError(
+                "candidates are what a budget chooses from: add --target-bits, --max-size or "
+                "--mixed, or name one format with --format"
+            )
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether each weight gets a format of its own, within a budget."""
+        return self.target_bits is not None or self.max_size is not None or self.mixed
+
+    @property
+    def judged(self) -> bool:
+        """Whether what is made is measured on samples that are held out."""
+        return self.budgeted or self.max_kl is not None
+
+    def _check_rounded(self) -> None:
+        """Refuse what contradicts, or wants, rounded activations."""
+        kinds = {item.activations or FLOAT for item in self.overrides} | {self.activations}
+        rounded = kinds - {FLOAT}
+        if self.outliers < 0:
+            raise InputError(f"outliers {self.outliers}: wanted 0 or more input columns")
+        if self.purpose in ("prefill", "both") and not rounded:
+            rounded = {"int8-row"}  # where it is faster
+        if self.outliers and not rounded:
+            raise InputError(
+                f"--outliers {self.outliers} keeps columns of rounded activations in float, and "
+                "these are all floats: add --activations int8-row, or leave it out"
+            )
+        if self.outliers and not rounded.difference(FP8_ACTIVATIONS):
+            raise InputError(
+                f"--outliers {self.outliers} and activations {min(rounded)} contradict each other: "
+                "columns stay in float beside int8 activations only; give one of them"
+            )
+        if self.dequantize_at_load and rounded:
+            raise InputError(
+                f"--dequantize-at-load and activations {min(rounded)} contradict each other: "
+                "float weights are multiplied with floats; give one of them"
+            )
+
+    def _check_purpose(self) -> None:
+        """Refuse what contradicts a choice by speed."""
+        if not self.purpose:
+            return
+        asked = f"--for {self.purpose}"
+        if self.budgeted:
+            raise InputError(
+                f"{asked} chooses formats by speed, and --target-bits, --max-size and --mixed by "
+                "loss: give one of them"
+            )
+        if self.dequantize_at_load:
+            raise InputError(
+                f"{asked} chooses kernels, and with --dequantize-at-load there are none: give one "
+                "of them"
+            )
+        if self.accuracy_level == "0":
+            raise InputError(
+                f"{asked} and --accuracy-level 0 contradict each other: kernels are fast with int8 "
+                "activations; give one of them"
+            )
+        if self.activations in FP8_ACTIVATIONS:
+            raise InputError(
+                f"{asked} and --activations {self.activations} contradict each other: no CPU has "
+                "kernels of FP8 to choose from; give one of them"
+            )
+        if self.purpose == "decode" and self.activations != FLOAT:
+            raise InputError(
+                f"--for decode and --activations {self.activations} contradict each other: integer "
+                "kernels are for many rows; --for prefill or both takes them"
             )
 
     def configured(self, name: str, kind: type[Configured]) -> Configured:
@@ -157,6 +299,26 @@ class Recipe:
         return found
 
 
+def _check_activations(kind: str) -> None:
+    if kind not in ACTIVATIONS:
+        wanted = ", ".join(ACTIVATIONS)
+        near = did_you_mean(kind, ACTIVATIONS)
+        raise InputError(f"activations {kind!r}{near} (wanted one of {wanted})")
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `90MB`, `1.5 GB` or `90000000`; a MB is 10⁶ bytes, a MiB 2²⁰.
+
+    Raises:
+        InputError: no number, or another unit.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kMG]?)(i?)B?\s*", text)
+    if match is None or (match[3] and not match[2]):
+        raise InputError(f"size {text!r}: wanted a number of bytes, as in 90MB, 1.5GB or 700MiB")
+    power = " kMG".index(match[2] or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
 def _converted(key: str, text: str, default: Any) -> Any:
     if isinstance(default, bool):
         words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -180,9 +342,9 @@ def _fields(table: dict[str, Any], path: Path) -> dict[str, Any]:
         if key not in known:
             raise InputError(f"recipe {path}: unknown key {key!r}{did_you_mean(key, known)}")
         default = getattr(Recipe(), key)
-        if key in ("include", "exclude"):
+        if key in ("include", "exclude", "candidates"):
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-                raise InputError(f"recipe {path}: {key} wants a list of selectors, not {value!r}")
+                raise InputError(f"recipe {path}: {key} wants a list of texts, not {value!r}")
             value = tuple(value)
         elif key == "options":
             if not isinstance(value, dict):
@@ -194,6 +356,10 @@ def _fields(table: dict[str, Any], path: Path) -> dict[str, Any]:
             value = 0 if value == "row" else value
         elif key == "accuracy_level":
             value = str(value)
+        elif key in _NUMBERS:
+            if isinstance(value, bool) or not isinstance(value, _NUMBERS[key]):
+                raise InputError(f"recipe {path}: {key} wants a number, not {value!r}")
+            value = parse_size(value) if isinstance(value, str) else value
         elif type(value) is not type(default):
             wanted = type(default).__name__
             raise InputError(f"recipe {path}: {key} wants {wanted}, not {value!r}")
@@ -202,9 +368,10 @@ def _fields(table: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _override(item: Any, path: Path) -> Override:
-    known = {"selector", "format", "solver"}
+    known = {"selector", "format", "solver", "activations"}
     if not isinstance(item, dict) or "selector" not in item or not set(item) <= known:
         raise InputError(
-            f"recipe {path}: [[set]] wants selector, and format or solver; found {item!r}"
+            f"recipe {path}: [[set]] wants selector, and format, solver or activations; "
+            f"found {item!r}"
         )
     return Override(**{key: str(value) for key, value in item.items()})

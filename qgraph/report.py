@@ -57,6 +57,11 @@ _REASONS = (
         "the weight is smaller than `--min-elements`: quantizing it saves almost nothing",
         "lower --min-elements",
     ),
+    Reason(
+        "FLOAT_IN_CHECKPOINT",
+        "the imported checkpoint holds this weight in float",
+        "nothing to do; `qgraph optimize` on the result quantizes it too",
+    ),
     Reason("EXCLUDED", "an option or the recipe keeps it in float", "change what the detail names"),
     Reason(
         "GROUP_DOES_NOT_DIVIDE",
@@ -160,6 +165,12 @@ _REASONS = (
         "the activation comes quantized to 8 bits too, which the runtime fuses into an integer "
         "kernel that is faster than one with packed weights",
         "nothing to do; quantize the float model instead to store its weights in 4 bits",
+    ),
+    Reason(
+        "ACTIVATION_UNSUPPORTED",
+        "activations cannot be rounded as asked: the target has no kernel for it, or calibration "
+        "does not see this one",
+        "another --activations, or float for this site with --set",
     ),
     Reason(
         "GEMM_ALPHA_BETA",

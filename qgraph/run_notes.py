@@ -18,7 +18,7 @@ from qgraph.errors import InputError
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
 from qgraph.kernel_choice import FOLDING_ENTRY
-from qgraph.plan import KEPT, Decision, QuantPlan
+from qgraph.plan import IMPORTED, KEPT, Decision, QuantPlan
 from qgraph.saved_file import check_output
 from qgraph.sites import Site
 
@@ -78,10 +78,11 @@ def plan_notes(plan: QuantPlan) -> list[str]:
     """What a user would not expect of the plan."""
     notes = []
     packed = [item for item in plan.decisions if item.quantized and item.format is not None]
-    tables = {item.format for item in packed if item.role == "embedding"}
+    chosen = [item for item in packed if item.solver != IMPORTED]
+    tables = {item.format for item in chosen if item.role == "embedding"}
     others = {parse(str(item.format)).bits for item in packed if item.role == "linear"}
     wider = any(parse(str(table)).bits > bits for table in tables for bits in others)
-    if wider and plan.recipe.embedding == "auto":
+    if wider and plan.recipe.embedding == "auto" and not plan.recipe.budgeted:
         notes.append(
             f"embeddings and the heads tied to them are {', '.join(sorted(map(str, tables)))}, "
             "whatever --format says: 4 bits there lose much quality for little space; "
@@ -108,6 +109,20 @@ def _at_load(plan: QuantPlan) -> str:
     if plan.target != "qdq":
         return f"{words} of memory, and the speed of float"
     return f"{words} of memory, where the session entry {FOLDING_ENTRY} is set; else at each call"
+
+
+def require_data(plan: QuantPlan) -> None:
+    """Refuse a plan for rounded activations that wants calibration data, where there is none."""
+    for item in plan.everywhere:
+        static = item.activations in ("int8-static", "fp8")
+        if static or item.outliers:
+            what = "a static range for" if static else "which columns are outliers of"
+            raise InputError(
+                f"{item.site}: calibration data says {what} its activation: give --calibrate FILE "
+                "(text with --tokenizer, .npz or .jsonl), or --calibrate self for a language "
+                "model's own text; --activations int8-row without --outliers, or fp8-token, "
+                "needs none"
+            )
 
 
 def elsewhere(graph: Graph, sites: Sequence[Site]) -> list[str]:
@@ -140,6 +155,8 @@ def entry(item: Decision, error: float | None) -> dict[str, Any]:
         "format": item.format,
         "solver": item.solver,
         "kernel": item.kernel,
+        "activations": item.activations,
+        "outliers": item.outliers or None,
         "reason": item.reason,
         "detail": item.detail,
         "shared_with": item.shared_with,

@@ -9,14 +9,15 @@ computes something else than its weight says.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from qgraph.capabilities import INTEGERS
-from qgraph.formats.base import Array
+from qgraph.formats.base import Array, Layout, QuantizedWeight
 from qgraph.formats.output_bound import product_bound, summation_error
 from qgraph.kernel_choice import query_of
 from qgraph.packed_sources import packed_source
@@ -65,6 +66,7 @@ class BoundedSite:
         self.reference, self.candidate, self.source = reference, candidate, source
         self._x: list[Array] = []
         self._y: list[Array] = []
+        self._rounding: list[Array] = []
         self._blocks = list(_spread(source))
 
     @classmethod
@@ -110,6 +112,9 @@ class BoundedSite:
             return
         at = finite[np.unique(np.linspace(0, len(finite), TOKENS, endpoint=False).astype(np.int64))]
         columns = np.concatenate([np.arange(*block) for block in self._blocks])
+        integer = self.candidate.integer
+        if integer is not None:  # a step may come from the whole activation
+            self._rounding.append(integer.rounding(x)[at].astype(np.float64))
         self._x.append(x[at])
         self._y.append(y[at][:, columns].astype(np.float64))
 
@@ -127,21 +132,35 @@ class BoundedSite:
         for start, stop in self._blocks:
             given = y[:, at : at + stop - start] - bias[start:stop]
             at += stop - start
-            packed = self.source.format.dequantize(self.source.block(start, stop))
+            addends = self.source.format.addends(self._rows(start, stop))
+            if self.candidate.integer is not None:
+                addends = (self.candidate.integer.with_floats(addends[0], start, stop),)
+            packed = functools.reduce(np.add, addends)
             slack = self._gamma * np.abs(bias[start:stop])
-            wanted, bound = self._product(x, packed, packed)
+            wanted, bound = self._product(x, packed, addends)
             found.add_kernel(np.abs(given - wanted), bound + slack)
             if same_inputs:
                 plain = self.reference.weight.rows(start, stop)
-                wanted, bound = self._product(x, plain, packed)
+                wanted, bound = self._product(x, plain, addends)
                 found.add_own(given - wanted, wanted, bound + slack)
         self.source.release()
         return found.result(same_inputs)
 
-    def _product(self, x: Array, weight: Array, packed: Array) -> tuple[Array, Array]:
+    def _rows(self, start: int, stop: int) -> QuantizedWeight:
+        """Rows of the candidate as its constants have them."""
+        found, fmt = self.source.block(start, stop), self.source.format
+        if self.candidate.sums is None:
+            return found
+        layout = Layout("sums", query_of(self.candidate).block)
+        return fmt.unpack(fmt.pack(found, layout), stop - start, self.source.k, layout)
+
+    def _product(self, x: Array, weight: Array, addends: Sequence[Array]) -> tuple[Array, Array]:
         """x·Wᵀ in float64, and the bound on what a kernel makes of it."""
         wanted = x.astype(np.float64) @ weight.T.astype(np.float64)
-        return wanted, product_bound(weight, packed, x, self._gamma, self._rounded_block)
+        bound = product_bound(weight, addends, x, self._gamma, self._rounded_block)
+        if self._rounding:
+            bound += (1 + self._gamma) * np.concatenate(self._rounding) @ np.abs(addends[0]).T
+        return wanted, bound
 
     @property
     def _gamma(self) -> float:

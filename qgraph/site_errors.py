@@ -12,9 +12,11 @@ from qgraph.feeding import shortened
 from qgraph.output_error import OutputError
 from qgraph.paired import Pair
 from qgraph.site_bounds import BoundedSite
-from qgraph.site_outputs import SharedSite, noted, read_graph, shared_sites
+from qgraph.site_outputs import SharedSite, in_bodies, noted, read_graph, shared_sites
 from qgraph.text import Sample
 
+ROWS_ORDERED = "rows_ordered_for"
+"""What the metadata of a site names where its rows lie in the order of that other site."""
 SITE_BYTES = 128_000_000
 """The most that the sites of one model give at once; longer blocks are cut for them."""
 
@@ -23,6 +25,14 @@ def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comp
     """`found` with the errors of shared sites; where that cannot be done, with a note."""
     reference, candidate = (read_graph(side.model) for side in pair.sides)
     shared = shared_sites(reference, candidate)
+    ordered = noted(candidate, ROWS_ORDERED)
+    if kept := [site for site in shared if site.name in ordered]:
+        shared = [site for site in shared if site.name not in ordered]
+        words = f"{len(kept)} sites give their channels in the act order of the next: not compared"
+        found = _noting(found, words)
+    if inner := in_bodies(candidate):
+        words = f"{inner} sites stand in bodies of If, Loop or Scan: not compared"
+        found = _noting(found, words)
     if not shared:
         return _noting(found, "no site has one name in both models: no site was compared")
     bounded = _bounded(shared)

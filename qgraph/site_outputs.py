@@ -72,7 +72,7 @@ def shared_sites(reference: ir.Model, candidate: ir.Model) -> list[SharedSite]:
         twin = second.get(name)
         if twin is None:
             continue
-        value = site.node.outputs[0].name or ""
+        value = site.output.name or ""
         found.append(
             SharedSite(
                 name=name,
@@ -83,13 +83,18 @@ def shared_sites(reference: ir.Model, candidate: ir.Model) -> list[SharedSite]:
                 format=formats.get(name),
                 value=value,
                 # The op that stands for a site may be followed by a Slice or a Cast.
-                candidate_value=value if value in made else (twin.node.outputs[0].name or ""),
+                candidate_value=value if value in made else (twin.output.name or ""),
                 width=site.n if site.role != "embedding" else site.k,
                 reference=site,
                 candidate=twin,
             )
         )
     return found
+
+
+def in_bodies(model: ir.Model) -> int:
+    """How many sites lie in bodies, whose outputs cannot be read from outside."""
+    return sum(site.node.graph is not model.graph for site in find_sites(model))
 
 
 @contextlib.contextmanager

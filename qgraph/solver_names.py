@@ -42,6 +42,11 @@ def needs_data(spec: str) -> bool:
     return any(registry.load("solver", name).needs_data for name in parts_of(spec))
 
 
+def needs_activations(spec: str) -> bool:
+    """Whether a part of a composed solver has nothing to do where activations stay floats."""
+    return any(registry.load("solver", name).needs_activations for name in parts_of(spec))
+
+
 def known() -> str:
     """What users may write, for help and error messages."""
     return ", ".join(registry.names("solver"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -46,20 +46,28 @@ class Stage:
         return self.activation.name or ""
 
 
-def cut(model: ir.Model, sites: Sequence[Site]) -> list[Stage]:
-    """The stages for `sites` (linears of the main graph), in the order of execution."""
+def cut(model: ir.Model, sites: Sequence[Site], ends: Sequence[ir.Value] = ()) -> list[Stage]:
+    """The stages for `sites` (linears of the main graph), in the order of execution.
+
+    Then one without sites for each of `ends`, which are values of the main graph too.
+    """
     order = {id(node): at for at, node in enumerate(model.graph)}
     groups: dict[int, list[Site]] = {}
     for site in sorted(sites, key=lambda s: order[id(s.node)]):
         groups.setdefault(id(site.activation), []).append(site)
     computed: set[int] = set()
-    drafts: list[tuple[list[Site], list[ir.Node]]] = []
-    for group in groups.values():
-        nodes = _missing(group[0].activation, computed)
+    drafts: list[_Draft] = []
+    stops = [(group[0].activation, group) for group in groups.values()]
+    stops += [(value, []) for value in ends]
+    for activation, group in stops:
+        nodes = _missing(activation, computed)
         nodes.sort(key=lambda node: order[id(node)])
         computed |= {id(node) for node in nodes}
-        drafts.append((group, nodes))
+        drafts.append((activation, group, nodes))
     return _linked(drafts)
+
+
+_Draft: TypeAlias = tuple[ir.Value, list[Site], list[ir.Node]]
 
 
 def _missing(value: ir.Value, computed: set[int]) -> list[ir.Node]:
@@ -87,19 +95,18 @@ def reads(node: ir.Node) -> list[ir.Value]:
     return found
 
 
-def _linked(drafts: list[tuple[list[Site], list[ir.Node]]]) -> list[Stage]:
+def _linked(drafts: list[_Draft]) -> list[Stage]:
     """Inputs, outputs and last uses, from the stages' nodes."""
     last_use: dict[int, int] = {}
     values: dict[int, ir.Value] = {}
-    for at, (group, nodes) in enumerate(drafts):
-        for value in [v for node in nodes for v in reads(node)] + [group[0].activation]:
+    for at, (activation, _, nodes) in enumerate(drafts):
+        for value in [v for node in nodes for v in reads(node)] + [activation]:
             if value.const_value is None:
                 last_use[id(value)], values[id(value)] = at, value
     stages = []
-    for at, (group, nodes) in enumerate(drafts):
+    for at, (activation, group, nodes) in enumerate(drafts):
         made = {id(value) for node in nodes for value in node.outputs}
         used = {id(v): v for node in nodes for v in reads(node) if v.const_value is None}
-        activation = group[0].activation
         outputs = [
             values[key]
             for key in made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,8 @@ from qgraph.quant_tensor import QuantSource, QuantTensor
 
 SAMPLE_ROWS = 4096
 """The most rows of a weight that are read back, spread evenly."""
+_BLOCKED = ("blocks", "sums")
+"""Layouts in which smaller blocks than the group's may hold copies of its scale."""
 BLOCK_FLOATS = 1 << 18
 """Weights in memory at once per thread: 1 MB of float32, which stays in the cache."""
 
@@ -55,7 +57,7 @@ class StoredWeight:
     @property
     def block(self) -> int:
         """Elements of a row that share a scale as stored; 0 for the whole row."""
-        return self.layout.block if self.layout.kind == "blocks" else self.format.group
+        return self.layout.block if self.layout.kind in _BLOCKED else self.format.group
 
     def sample(self) -> list[tuple[int, int]]:
         """(start, stop) of the blocks of rows to read: all of them, or evenly spread ones."""
@@ -77,7 +79,7 @@ class StoredWeight:
         """
         raw = {part: self.typed(part, start, stop) for part in self.parts}
         weight = self.format.unpack(raw, stop - start, self.source.k, self.layout)
-        if self.layout.kind == "blocks" and self.layout.block != self.format.group:
+        if self.layout.kind in _BLOCKED and self.layout.block != self.format.group:
             packed = self.format.pack(weight, self.layout)
             for part, data in raw.items():
                 if packed[part].tobytes() != data.tobytes():
@@ -88,10 +90,14 @@ class StoredWeight:
         """Rows `start:stop` as the float32 `[n, K]` that they stand for."""
         return self.format.dequantize(self.rows(start, stop))
 
+    def addends(self, start: int, stop: int) -> tuple[Array, ...]:
+        """Rows `start:stop` as what kernels multiply one by one, see `Format.addends`."""
+        return self.format.addends(self.rows(start, stop))
+
     def raw(self, part: Part, start: int, stop: int) -> Array:
         """The bytes (u8) of rows `start:stop` of a part."""
         spec = self.source.parts(self.layout)[part]
-        return read_bytes(self.parts[part], *spec.span(start, stop))
+        return read_spans(self.parts[part], spec.spans(start, stop))
 
     def typed(self, part: Part, start: int, stop: int) -> Array:
         """The same in the part's own type, where bytes alone do not say which float they are."""
@@ -112,13 +118,24 @@ def stored_weight(
     """The weight whose parts were written from `tensors`, under `names`."""
     codes = tensors["codes"]
     parts = {part: data.tensors[name] for part, name in names.items()}
-    return StoredWeight(names["codes"], codes.source, codes.layout, parts)
+    # Codes and scales may serve two layouts: a third part then says which one this is.
+    third = [t.layout for part, t in tensors.items() if part not in ("codes", "scales")]
+    return StoredWeight(names["codes"], codes.source, (third or [codes.layout])[0], parts)
 
 
 def read_bytes(tensor: ir.TensorProtocol, start: int, stop: int) -> Array:
     """Bytes `start:stop` (u8) of a tensor, without mapping its file."""
+    return read_spans(tensor, [(start, stop)])
+
+
+def read_spans(tensor: ir.TensorProtocol, spans: Sequence[tuple[int, int]]) -> Array:
+    """Runs of bytes (u8) of a tensor, one behind the other, without mapping its file."""
     if not isinstance(tensor, ir.ExternalTensor):
-        return np.frombuffer(tensor.tobytes(), np.uint8)[start:stop]
+        raw = np.frombuffer(tensor.tobytes(), np.uint8)
+        return np.concatenate([raw[slice(*span)] for span in spans])
+    first, found = tensor.offset or 0, []
     with open(tensor.path, "rb", buffering=0) as file:
-        file.seek((tensor.offset or 0) + start)
-        return np.frombuffer(file.read(stop - start), np.uint8)
+        for start, stop in spans:
+            file.seek(first + start)
+            found.append(file.read(stop - start))
+    return np.frombuffer(b"".join(found), np.uint8)

@@ -32,7 +32,7 @@ def synthesize_feeds(
     # Caches decide first what a name means: only they may be empty.
     shapes = {
         spec.name: tuple(sizes.of(spec, axis) for axis in range(len(spec.shape)))
-        for spec in sorted(inputs, key=lambda spec: not _is_cache(spec))
+        for spec in sorted(inputs, key=lambda spec: not is_cache(spec))
     }
     return {spec.name: _values(spec, shapes[spec.name], sequence, rng) for spec in inputs}
 
@@ -58,7 +58,7 @@ class _Sizes:
         rank = len(spec.shape)
         if "batch" in dim:
             return self.batch
-        if _is_cache(spec):
+        if is_cache(spec):
             # [batch, heads, past, head], or [2, batch, heads, past, head].
             return self.batch if axis == max(0, rank - 4) else 0
         if axis == 0 and (rank > 1 or spec.name == "seqlens_k") and "seq" not in dim:
@@ -66,7 +66,7 @@ class _Sizes:
         return self.sequence
 
 
-def _is_cache(spec: ValueSpec) -> bool:
+def is_cache(spec: ValueSpec) -> bool:
     """Whether an input is a key and value cache (and no count of what is in one)."""
     return len(spec.shape) > 2 and spec.name.lower().startswith(("past", "cache", "present"))
 
@@ -77,7 +77,7 @@ def _values(
     """Values that an input of this name and type may have."""
     name = spec.name.lower()
     dtype = _numpy_type(spec)
-    if _is_cache(spec):
+    if is_cache(spec):
         return np.zeros(shape, dtype)
     if "mask" in name:
         return np.ones(shape, dtype)

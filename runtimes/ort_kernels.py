@@ -13,14 +13,19 @@ from typing import Any
 
 from qgraph.capabilities import (
     DEQUANTIZE_LINEAR,
+    DYNAMIC_QUANTIZE_MATMUL,
     GATHER_BLOCK_QUANTIZED,
+    INTEGER_MATMULS,
+    INTEGERS,
     MATMUL_BNB4,
     MATMUL_FP4,
     MATMUL_FP8,
+    MATMUL_INTEGER_TO_FLOAT,
     MATMUL_NBITS,
     KernelRule,
 )
 from qgraph.errors import MissingExtra
+from qgraph.runtimes.ort_bytes import mixed_signs_are_exact
 from qgraph.runtimes.ort_levels import level_is_real
 from qgraph.runtimes.ort_session import bindings, onnxruntime
 
@@ -67,6 +72,18 @@ _CPU = (
         k_whole_blocks=True, note=_BNB4,
     ),
     *_FP8,
+    # What the graph rounds to uint8, times int8: signed activations take 4 to 25 times as long.
+    # Where a processor adds products of these in 16 bits, the weight is uint8 too, and slower.
+    *(
+        KernelRule(
+            op, CPU_PROVIDER, ("float32",), (8,), (0,), numbers=(numbers,), activations=kinds
+        )
+        for numbers in INTEGERS
+        for op, kinds in (
+            (DYNAMIC_QUANTIZE_MATMUL, ("int8",)),
+            (MATMUL_INTEGER_TO_FLOAT, ("int8-row", "int8-static")),
+        )
+    ),
 )  # fmt: skip
 _FAST = "prepacked kernel"
 _GENERAL = "general kernel, slower than the prepacked one"
@@ -102,7 +119,15 @@ _QDQ = (
     # Whole rows of 2 bits are left out: ONNX Runtime 1.32, optimizing, misreads their zero points.
     KernelRule(DEQUANTIZE_LINEAR, CPU_PROVIDER, _FLOATS, (2,), BLOCKS, min_opset=25),
     *_FP8,
-)
+    # What ONNX Runtime fuses into the integer kernels above.
+    *(
+        KernelRule(
+            DEQUANTIZE_LINEAR, CPU_PROVIDER, ("float32",), (8,), (0,), min_opset=13,
+            numbers=(numbers,), activations=("int8-static",),
+        )
+        for numbers in INTEGERS
+    ),
+)  # fmt: skip
 _TABLE = {"ort-cpu": _CPU, "ort-cuda": _CUDA, "qdq": _QDQ}
 
 
@@ -171,7 +196,14 @@ def _names(kernel: Any, dtype: str) -> bool:
 
 
 def _self_tested(rule: KernelRule) -> list[KernelRule]:
-    """`rule` by type; level 4 is taken only where it is real on this processor."""
+    """`rule` by type; level 4 is taken only where it is real on this processor.
+
+    Products of unsigned and signed bytes are taken only where they do not saturate.
+    """
+    if "int8-static" in rule.activations or rule.op in INTEGER_MATMULS:
+        if rule.numbers == ("uint",):
+            return [rule]
+        return [rule] if mixed_signs_are_exact() else []
     if 4 not in rule.levels or rule.op != MATMUL_NBITS:
         return [rule]
     result = []

@@ -45,7 +45,9 @@ KERNELS = {
     "nvfp4": "MatMulNBits bits=8 block=16 level=4",
     "int8-row": "MatMulNBits bits=8 block=128 level=4",
     "int4-row": "MatMulNBits bits=4 block=128 level=4",
-    "uint4:group=64,zero=float": "MatMulNBits codes=uint-float block=64 level=0",
+    "uint2:group=64,zero=float": "MatMulNBits bits=2 block=64 level=4 zeros=sums",
+    "uint4:group=64,zero=float": "MatMulNBits bits=4 block=64 level=4 zeros=sums",
+    "uint8:group=64,zero=float": "MatMulNBits bits=8 block=64 level=4 zeros=sums",
 }
 
 

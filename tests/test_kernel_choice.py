@@ -106,6 +106,8 @@ def test_layouts(text: str, op: str, block: int, layout: Layout) -> None:
          "int4:group=64"),
         (Query(MATMUL_NBITS, "float32", 4, 32, symmetric=False, numbers="uint-float"),
          "MatMulNBits codes=uint-float block=32 level=0", "uint4:group=32,zero=float"),
+        (Query(MATMUL_NBITS, "float32", 8, 32, 4, sums=True),
+         "MatMulNBits bits=8 block=32 level=4 zeros=sums", "uint8:group=32,zero=float"),
         (Query("com.microsoft::MatMulBnb4", "float32", 4, 64, numbers="fp4"),
          "MatMulBnb4 codes=fp4 block=64", "fp4:group=64"),
         (Query("com.microsoft::MatMulBlockQuantizedFp4Weight", "float16", 4, 16, numbers="nvfp4"),

@@ -16,11 +16,16 @@ from typing import Annotated
 import typer
 
 from qgraph._version import __version__
+from qgraph.cli.bench import bench
 from qgraph.cli.capture import capture
 from qgraph.cli.compare import compare
 from qgraph.cli.demo import demo
 from qgraph.cli.explain import explain
+from qgraph.cli.export import export
+from qgraph.cli.import_ import import_
+from qgraph.cli.inspect import inspect
 from qgraph.cli.optimize import optimize
+from qgraph.cli.quantize import quantize
 from qgraph.errors import InputError, QGraphError
 
 INTERRUPTED = 130
@@ -41,7 +46,12 @@ app = typer.Typer(
 app.command()(optimize)
 app.command()(explain)
 app.command()(compare)
+app.command()(bench)
 app.command()(capture)
+app.command("import")(import_)
+app.command()(export)
+app.command()(quantize)
+app.command()(inspect)
 app.command()(demo)
 
 
@@ -60,7 +70,9 @@ def _common(
 ) -> None:
     if context.invoked_subcommand is None:
         raise InputError(
-            "no command given: optimize, explain, compare, capture or demo\ntry: qgraph --help"
+            "no command given: optimize, explain, compare, bench, capture, import, export, "
+            "quantize, inspect or demo\n"
+            "try: qgraph --help"
         )
 
 

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qgraph.cli.budget_options import Candidate, MaxKl, MaxSize, Mixed, TargetBits
 from qgraph.cli.options import group, group_size, merged_recipe, one_of
 from qgraph.cli.options import solver as solver_names
+from qgraph.cli.purpose_options import For, Tune
 from qgraph.errors import InputError
-from qgraph.recipe import CALIBRATIONS
+from qgraph.recipe import ACTIVATIONS, CALIBRATIONS, parse_size
 from qgraph.registry import names
 
 if TYPE_CHECKING:
@@ -230,6 +232,29 @@ AccuracyLevel = Annotated[
         help="4 computes on int8 activations, 0 on floats. Default: auto.",
     ),
 ]
+Activations = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(ACTIVATIONS),
+        callback=one_of(ACTIVATIONS),
+        rich_help_panel=_WHAT,
+        help="Round what linears multiply to bytes too, for integer kernels, which are fast at "
+        "prompts: with one scale for the tensor, one for each row, or a static one from "
+        "calibration. Weights are then int8-row; heads keep floats. Or to FP8 in front of fp8-e4m3 "
+        "weights, as TensorRT and CUDA multiply them: fp8 from calibration, or fp8-token. "
+        "[default: float]",
+    ),
+]
+Outliers = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=0,
+        rich_help_panel=_WHAT,
+        help="With rounded activations: keep up to N input columns of each linear in float, those "
+        "of the largest activations in calibration. [default: 0]",
+    ),
+]
 Check = Annotated[
     bool,
     typer.Option(
@@ -304,9 +329,18 @@ def optimize(
     min_elements: MinElements = None,
     target: Target = "ort-cpu",
     accuracy_level: AccuracyLevel = None,
+    activations: Activations = None,
+    outliers: Outliers = None,
     unfused: Unfused = None,
     prefer: Prefer = None,
+    for_: For = None,
+    tune: Tune = False,
     dequantize_at_load: AtLoad = False,
+    target_bits: TargetBits = None,
+    max_size: MaxSize = None,
+    mixed: Mixed = False,
+    max_kl: MaxKl = None,
+    candidate: Candidate = None,
     check: Check = True,
     strict: Strict = False,
     min_coverage: MinCoverage = 0.0,
@@ -338,9 +372,17 @@ def optimize(
         "calibration": calibration,
         "embedding": embedding,
         "accuracy_level": accuracy_level,
+        "activations": activations,
+        "outliers": outliers,
         "unfused": unfused,
         "prefer": prefer,
+        "purpose": for_,
         "dequantize_at_load": dequantize_at_load or None,
+        "target_bits": target_bits,
+        "max_size": None if max_size is None else parse_size(max_size),
+        "mixed": mixed or None,
+        "max_kl": max_kl,
+        "candidates": tuple(candidate) if candidate else None,
         "min_elements": min_elements,
     }
     asked = merged_recipe(recipe, wanted, include or [], exclude or [], set_ or [], option or [])
@@ -356,6 +398,7 @@ def optimize(
             target=target,
             check=check,
             strict=strict,
+            tune=tune,
             dry_run=dry_run,
             min_coverage=min_coverage,
             single_file=single_file,

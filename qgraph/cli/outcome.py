@@ -14,6 +14,7 @@ from qgraph._version import __version__
 from qgraph.console import megabytes, print_line
 from qgraph.explanation_plan import from_plan
 from qgraph.explanation_view import print_names, render_kernels, render_reasons
+from qgraph.kernel_choice import spell_many
 from qgraph.report import REASONS, Step
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ def print_configuration(
         "accuracy level": recipe.accuracy_level,
         "unfused": recipe.unfused,
         "prefer": recipe.prefer,
+        "for": recipe.purpose or "no rows in particular",
         "dequantize": "at load" if recipe.dequantize_at_load else "no",
         "min elements": str(recipe.min_elements),
+        **_budget(recipe),
         "target": target,
         "check": "on" if check else "off",
     }
@@ -48,6 +51,18 @@ def print_configuration(
     for key, values in lists.items():
         if values:
             print_line(console, f"  {key} {', '.join(values)}")
+
+
+def _budget(recipe: Recipe) -> dict[str, str]:
+    """The bounds that were asked for."""
+    size = None if recipe.max_size is None else megabytes(recipe.max_size)
+    bounds = {"target bits": recipe.target_bits, "max size": size, "max KL": recipe.max_kl}
+    found = {
+        name: f"{value:g}" if isinstance(value, float | int) else value
+        for name, value in bounds.items()
+        if value is not None
+    }
+    return found | ({"candidates": ", ".join(recipe.candidates)} if recipe.budgeted else {})
 
 
 def print_result(console: Console, result: Result, quiet: bool) -> None:
@@ -91,6 +106,13 @@ def print_plan(console: Console, result: Result, report: Path | None, quiet: boo
 def _kernels(console: Console, plan: QuantPlan) -> None:
     found = Counter((item.format, item.kernel) for item in plan.decisions if item.kernel)
     for (spelled, kernel), count in found.most_common():
+        print_line(console, f"{count:>5} × {spelled} → {kernel}")
+    many = Counter(
+        (item.many.format, spell_many(item.many.from_rows, str(item.many.kernel)))
+        for item in plan.decisions
+        if item.many is not None
+    )
+    for (spelled, kernel), count in many.most_common():
         print_line(console, f"{count:>5} × {spelled} → {kernel}")
 
 

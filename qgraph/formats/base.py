@@ -54,6 +54,11 @@ class Format(ABC):
         return self.name
 
     @property
+    def as_sums(self) -> bool:
+        """Whether MatMulNBits reads it in the layout "sums", minimums added by another product."""
+        return False
+
+    @property
     def as_integers(self) -> tuple[Literal["blocks", "nbits8"], int] | None:
         """The layout in which MatMulNBits reads this format, and its bits; None for none."""
         return None
@@ -91,6 +96,19 @@ class Format(ABC):
     def free_scales(self) -> bool:
         """Whether each group may have any float as its scale, whatever the other groups have."""
         return False
+
+    @property
+    def moves(self) -> tuple[int, ...]:
+        """Where each group may have any scale that can be stored, and those are few: which to try.
+
+        In steps from the one that rounding takes to the next larger (1) or smaller one (-1).
+        """
+        return ()
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether the scale of a group is a solver's to choose."""
+        return self.free_scales or bool(self.moves)
 
     @property
     def reach(self) -> float:
@@ -150,9 +168,29 @@ class Format(ABC):
             OverflowError: a scale does not fit `scale_dtype`; `args[1]` is (row, group).
         """
 
+    def moved(self, weight: QuantizedWeight, steps: Array) -> QuantizedWeight:
+        """`weight` with its scales moved by `steps`, int `[n, nb]`, as far as they go; see `moves`.
+
+        The codes stay, whatever they then stand for.
+        """
+        raise NotImplementedError(f"{self.name} has no moves")
+
     @abstractmethod
     def dequantize(self, weight: QuantizedWeight) -> Array:
         """The float32 `[n, K]` that the codes stand for."""
+
+    def same(self, own: QuantizedWeight, found: QuantizedWeight) -> bool:
+        """Whether `found`, unpacked from any layout, has the very numbers of `own`."""
+        one, other = self.dequantize(own), self.dequantize(found)
+        return bool(np.array_equal(one, other, equal_nan=True))
+
+    def addends(self, weight: QuantizedWeight) -> tuple[Array, ...]:
+        """Matrices float32 `[n, K]`, Ŵ their sum, that fused kernels multiply one by one.
+
+        The first is the kernel's own, whose activations may be rounded to int8; the others meet
+        activations as they are.
+        """
+        return (self.dequantize(weight),)
 
     @abstractmethod
     def pack(self, weight: QuantizedWeight, layout: Layout) -> dict[Part, Array]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -44,20 +44,21 @@ from qgraph.formats.grouping import (
     read_scales,
     tiles,
 )
+from qgraph.formats.integer_grids import FAR, Grid, float_grid, integer_grid, signed_grid
 from qgraph.formats.integer_layout import Blocks, pack_flat, sign_extended, unpack_flat
 from qgraph.formats.linear_function import linear_function
+from qgraph.formats.minimums import MINIMUMS, minimums, zero_points
 from qgraph.formats.onnx_function import Zeros, dequantize_function
 from qgraph.formats.packing import (
     is_turned,
     pack_bits,
     packed_bytes,
     padded,
+    row_major,
     unpack_bits,
 )
 
 _ROUND = np.float32(1.5 * 2**23)
-FAR = 1024
-"""Steps that a float zero point may lie away from zero: a float16 still holds every half."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +92,18 @@ class IntegerGroups(Format):
         return "blocks", self.bits
 
     @property
+    def as_sums(self) -> bool:
+        """With float zero points, which the kernels of integers have not."""
+        return self._float_zeros
+
+    @property
     def _float_zeros(self) -> bool:
         return self.zero == "float"
+
+    @property
+    def _middle(self) -> int:
+        """MatMulNBits' zero point where it is given none."""
+        return 1 << (self.bits - 1)
 
     @property
     def function_name(self) -> str:
@@ -123,8 +134,8 @@ class IntegerGroups(Format):
 
     @property
     def _offset(self) -> int:
-        """What "blocks" adds to a code to make it unsigned: MatMulNBits' default zero point."""
-        return 1 << (self.bits - 1) if self.symmetric else 0
+        """What "blocks" adds to a code to make it unsigned."""
+        return self._middle if self.symmetric else 0
 
     def validate(self, n: int, k: int) -> None:
         """See `Format.validate`; any N and K will do, the last group may be partial."""
@@ -137,6 +148,13 @@ class IntegerGroups(Format):
     ) -> dict[Part, PartSpec]:
         """See `Format.parts`."""
         check_scale_dtype(scale_dtype)
+        if layout.kind in ("kn", "knu"):
+            if self.bits != 8 or self.group or not self.symmetric:
+                wanted = "8 bits without zero points, one scale a row"
+                raise InputError(f"{self.spell()} cannot lie as integer kernels read it: {wanted}")
+            dtype = ir.DataType.INT8 if layout.kind == "kn" else ir.DataType.UINT8
+            codes = PartSpec((k, n), dtype, axis=1)
+            return {"codes": codes, "scales": PartSpec((n,), scale_dtype)}
         if layout.kind == "qdq":
             grid = (n, count_groups(k, self.group)) if self.group else (n,)
             if self._float_zeros:
@@ -151,6 +169,9 @@ class IntegerGroups(Format):
             if self._float_zeros:
                 zeros = PartSpec(grid, scale_dtype)
         specs: dict[Part, PartSpec] = {"codes": codes, "scales": PartSpec(grid, scale_dtype)}
+        if layout.kind == "sums":
+            # The product of two numbers of 11 bits has 22: float16 would round it.
+            return {**specs, "minimums": PartSpec(grid, ir.DataType.FLOAT)}
         return specs if self.symmetric else {**specs, "zeros": zeros}
 
     def size_bits(self, k: int, scale_dtype: ir.DataType) -> float:
@@ -181,28 +202,16 @@ class IntegerGroups(Format):
                 self._round(groups, grid, scratch, tile.codes)
         return QuantizedWeight(codes.view(np.int8) if self.symmetric else codes, scales, zeros)
 
-    def _grid(self, groups: Array, work: Array, stored: np.dtype[np.floating[Any]]) -> _Grid:
+    def _grid(self, groups: Array, work: Array, stored: np.dtype[np.floating[Any]]) -> Grid:
         """The grid of each of `groups` `[n, nb, G]`, its scales as they read back from `stored`."""
-        low, high = self.code_range
         if self.symmetric and self.scale == "absmax":
             most = extremes(groups, work, absolute=True)[0]
-            return _Grid(as_stored(most / np.float32(high), most, stored))
+            return Grid(as_stored(most / np.float32(self.code_range[1]), most, stored))
+        make = signed_grid if self.symmetric else float_grid if self._float_zeros else integer_grid
         least, most = extremes(groups, work)
-        if self.symmetric:
-            furthest = np.where(most > -least, most, least)
-            steps = as_stored(furthest / np.float32(low), furthest, stored)
-            opposite = np.where(steps > 0, most, least)
-            return _Grid(steps, None, np.rint(opposite / steps) > high)
-        if self._float_zeros:
-            return _float_grid(least, most, high, stored)
-        least, most = np.minimum(least, 0), np.maximum(most, 0)
-        span = most - least
-        steps = as_stored(span / np.float32(high), span, stored)
-        units = divisors(steps)
-        zeros = np.rint(-least / units)
-        return _Grid(steps, zeros, np.rint(most / units) + zeros > high)
+        return make(least, most, self.code_range, stored)
 
-    def _round(self, groups: Array, grid: _Grid, work: Array, codes: Array) -> None:
+    def _round(self, groups: Array, grid: Grid, work: Array, codes: Array) -> None:
         """Put the codes of `groups` `[n, nb, G]` into `codes`, uint8 (two's complement)."""
         np.divide(groups, divisors(grid.steps), out=work)
         if self._float_zeros:
@@ -219,19 +228,42 @@ class IntegerGroups(Format):
             codes += grid.zeros.astype(np.uint8)
 
     def dequantize(self, weight: QuantizedWeight) -> Array:
-        """See `Format.dequantize`."""
+        """See `Format.dequantize`; minimums, where the weight has them, stand for its zeros."""
+        if MINIMUMS in weight.more:
+            first, second = self.addends(weight)
+            return np.add(first, second, out=first)
+        return self._scaled(weight, weight.zeros)
+
+    def _scaled(self, weight: QuantizedWeight, points: Array | None) -> Array:
+        """The codes less the zero points `[n, nb]`, times the scales."""
         n, k = weight.codes.shape
         rows = np.empty((n, k), np.float32)
         for tile in tiles(n, k):
             block = rows[tile]
             block[...] = weight.codes[tile]
             scales = weight.scales[tile].astype(np.float32)
-            zeros = None if weight.zeros is None else weight.zeros[tile].astype(np.float32)
+            zeros = None if points is None else points[tile].astype(np.float32)
             for groups, at in group_views(block, self.group):
                 if zeros is not None:
                     groups -= zeros[:, at, None]
                 groups *= scales[:, at, None]
         return rows
+
+    def addends(self, weight: QuantizedWeight) -> tuple[Array, ...]:
+        """See `Format.addends`: s·(q − h), and the minimums."""
+        if MINIMUMS not in weight.more:
+            return (self._scaled(weight, weight.zeros),)
+        k = weight.codes.shape[1]
+        middle = np.full(weight.scales.shape, self._middle, np.float32)
+        added = np.repeat(weight.more[MINIMUMS], self.group or k, axis=1)[:, :k]
+        return self._scaled(weight, middle), added
+
+    def same(self, own: QuantizedWeight, found: QuantizedWeight) -> bool:
+        """See `Format.same`."""
+        if MINIMUMS in found.more:
+            more = {MINIMUMS: minimums(own, self._middle)}
+            own = dataclasses.replace(own, more=more)
+        return super().same(own, found)
 
     def error_bound(self, weight: QuantizedWeight) -> Array:
         """See `Format.error_bound`: half a step, plus what float arithmetic may add.
@@ -246,8 +278,10 @@ class IntegerGroups(Format):
         steps = np.full(weight.scales.shape, 0.5 + arithmetic, np.float32)
         if weight.zeros is not None and self._float_zeros:
             # The zero point's own rounding moves the grid, and may clip one of its ends.
-            shifts = np.abs(weight.zeros.astype(np.float32)) * np.float32(short / (high - low))
-            steps += 2 * shifts + np.float32(short)
+            away = np.abs(weight.zeros.astype(np.float32))
+            steps += 2 * away * np.float32(short / (high - low)) + np.float32(short)
+            if MINIMUMS in weight.more:  # as is the minimum, once more
+                steps += (away + np.float32(self._middle)) * np.float32(2.0**-22)
         elif not self.symmetric:
             steps += np.float32(short)
         elif self.scale == "signed":
@@ -260,6 +294,10 @@ class IntegerGroups(Format):
         """See `Format.pack`."""
         codes, scales, zeros = weight.codes, weight.scales, weight.zeros
         parts: dict[Part, Array]
+        if layout.kind in ("kn", "knu"):
+            turned = row_major(codes.T)
+            turned = turned if layout.kind == "kn" else turned.view(np.uint8) ^ np.uint8(128)
+            return {"codes": turned, "scales": scales.reshape(-1)}
         if layout.kind == "qdq":
             shape = scales.shape if self.group else scales.shape[:1]
             parts = {"codes": pack_flat(codes, self.bits), "scales": scales.reshape(shape)}
@@ -267,8 +305,9 @@ class IntegerGroups(Format):
         n, k = codes.shape
         blocks = self._blocks(k, layout)
         packed = np.empty((n, blocks.count * blocks.nbytes), np.uint8)
+        points = None if self._float_zeros else zeros
         for tile in tiles(n, k):
-            fill = 0 if zeros is None or self._float_zeros else zeros[tile, -1:]
+            fill = self._middle * self._float_zeros if points is None else points[tile, -1:]
             wide = padded(codes[tile], blocks.width, fill).view(np.uint8)
             wide = wide + np.uint8(self._offset) if self._offset else wide
             pack_bits(wide, self.bits, packed[tile])
@@ -276,6 +315,9 @@ class IntegerGroups(Format):
             "codes": packed.reshape(n, blocks.count, blocks.nbytes),
             "scales": np.repeat(scales, blocks.repeats, axis=1)[:, : blocks.count],
         }
+        if layout.kind == "sums":
+            added = np.repeat(minimums(weight, self._middle), blocks.repeats, axis=1)
+            return {**parts, "minimums": added[:, : blocks.count]}
         if zeros is None:
             return parts
         zeros = np.repeat(zeros, blocks.repeats, axis=1)[:, : blocks.count]
@@ -287,6 +329,10 @@ class IntegerGroups(Format):
         self, parts: Mapping[Part, Array], n: int, k: int, layout: Layout
     ) -> QuantizedWeight:
         """See `Format.unpack`."""
+        if layout.kind in ("kn", "knu"):
+            turned = np.ascontiguousarray(parts["codes"]).view(np.uint8).reshape(k, n)
+            turned = turned if layout.kind == "kn" else turned ^ np.uint8(128)
+            return QuantizedWeight(turned.view(np.int8).T, read_scales(parts["scales"], n, 1))
         if layout.kind == "qdq":
             scales = read_scales(parts["scales"], n, count_groups(k, self.group))
             codes = unpack_flat(parts["codes"], (n, k), self.bits)
@@ -305,6 +351,10 @@ class IntegerGroups(Format):
         scales = read_scales(parts["scales"], n, blocks.count)[:, :: blocks.repeats]
         if self.symmetric:
             return QuantizedWeight(codes.view(np.int8), scales)
+        if layout.kind == "sums":
+            found = read_scales(parts["minimums"], n, blocks.count)[:, :: blocks.repeats]
+            zeros = zero_points(scales, found, self._middle)
+            return QuantizedWeight(codes, scales, zeros, {MINIMUMS: found})
         if self._float_zeros:
             zeros = read_scales(parts["zeros"], n, blocks.count)[:, :: blocks.repeats]
             return QuantizedWeight(codes, scales, zeros)
@@ -312,7 +362,9 @@ class IntegerGroups(Format):
         return QuantizedWeight(codes, scales, zeros[:, : blocks.count : blocks.repeats])
 
     def _blocks(self, k: int, layout: Layout) -> Blocks:
-        """The geometry of a row of length `k` in "blocks"."""
+        """The geometry of a row of length `k` in "blocks" and "sums"."""
+        if layout.kind == "sums" and not self._float_zeros:
+            raise InputError(f"{self.spell()} has no float zero points to be stored as minimums")
         block = layout.block or (0 if self.group else k)
         if not block or (self.group and self.group % block) or (layout.block * self.bits % 8):
             wanted = f"a divisor of {self.group}" if self.group else "any size"
@@ -336,28 +388,6 @@ class IntegerGroups(Format):
 
     def _zeros_type(self, stored: np.dtype[np.floating[Any]]) -> np.dtype[Any]:
         return stored if self._float_zeros else np.dtype(np.uint8)
-
-
-def _float_grid(least: Array, most: Array, high: int, stored: np.dtype[np.floating[Any]]) -> _Grid:
-    """The grid from the least to the largest weight.
-
-    Where weights are far from zero and close together the step is kept at a share of their size,
-    so that the zero point, up to FAR steps away, is a number that its type can hold.
-    """
-    reach = np.maximum(np.abs(least), np.abs(most))
-    steps = np.maximum((most - least) / np.float32(high), reach / np.float32(FAR))
-    steps = as_stored(steps, reach, stored)
-    zeros = (-least / divisors(steps)).astype(stored).astype(np.float32)
-    return _Grid(steps, zeros)
-
-
-class _Grid(NamedTuple):
-    """What the codes of groups count: float32 `[n, nb, 1]`."""
-
-    steps: Array
-    zeros: Array | None = None
-    clips: Array | None = None
-    """Groups in which a code may exceed the highest; None where none can."""
 
 
 INT4 = IntegerGroups("int4", 4, symmetric=True)

@@ -42,16 +42,30 @@ class Mx(LevelGroups):
     def _scales(self, amax: Array, scale_dtype: ir.DataType) -> Scales:
         return _scales(small_floats.e8m0_scale(amax, self._exponent))
 
+    @property
+    def moves(self) -> tuple[int, ...]:
+        """The next powers of two: one clips more, the other nothing."""
+        return 1, -1
+
+    def moved(self, weight: QuantizedWeight, steps: Array) -> QuantizedWeight:
+        """See `Format.moved`."""
+        codes = np.clip(_codes(weight.scales) + steps, 0, 254).astype(np.uint8)
+        return dataclasses.replace(weight, scales=_scales(codes).values)
+
     def _scale_specs(self, n: int, k: int, scale_dtype: ir.DataType) -> dict[Part, PartSpec]:
         return {"scales": PartSpec((n, count_groups(k, self.group)), ir.DataType.UINT8)}
 
     def _pack_scales(self, weight: QuantizedWeight) -> dict[Part, Array]:
-        # A power of two says by itself what its byte is.
-        exponents = np.frexp(weight.scales)[1] - 1
-        return {"scales": (exponents + 127).astype(np.uint8)}
+        return {"scales": _codes(weight.scales).astype(np.uint8)}
 
     def _unpack_scales(self, parts: Mapping[Part, Array], n: int, nb: int) -> Scales:
         return _scales(parts["scales"].view(np.uint8).reshape(n, nb))
+
+
+def _codes(scales: Array) -> Array:
+    """The bytes of scales: a power of two says by itself what its byte is."""
+    exponents: Array = np.frexp(scales)[1] + 126
+    return exponents
 
 
 def _scales(codes: Array) -> Scales:

@@ -20,6 +20,7 @@ from qgraph.formats.grouping import as_stored, count_groups, divisors
 from qgraph.formats.level_functions import Spelling
 from qgraph.formats.level_groups import Scales, largest
 
+MOVES = tuple(step for step in range(-6, 7) if step)
 _WHOLE = np.float32(small_floats.E4M3_MAX * small_floats.E2M1_MAX)
 
 
@@ -66,6 +67,18 @@ class Nvfp4(DoubledLevels):
         wanted = amax / np.float32(small_floats.E2M1_MAX) / divisors(tensor)
         codes = small_floats.e4m3_scale(wanted)
         return _scales(codes, np.repeat(tensor, len(amax), axis=0))
+
+    @property
+    def moves(self) -> tuple[int, ...]:
+        """A third up and down: eight numbers of E4M3 to a doubling."""
+        return MOVES
+
+    def moved(self, weight: QuantizedWeight, steps: Array) -> QuantizedWeight:
+        """See `Format.moved`; the codes of positive numbers rise with them."""
+        codes = weight.more["codes"].astype(np.int16) + steps
+        bounds = small_floats.e4m3_scale(np.array([0, np.inf], np.float32)).astype(np.int16)
+        moved = _scales(np.clip(codes, *bounds).astype(np.uint8), weight.more["tensor"])
+        return dataclasses.replace(weight, scales=moved.values, more=moved.more)
 
     def _scale_specs(self, n: int, k: int, scale_dtype: ir.DataType) -> dict[Part, PartSpec]:
         return {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -43,7 +45,7 @@ def output_error_bound(
         raise InputError(f"activations {list(x.shape)} do not fit a weight [{n}, {k}]")
     gamma = summation_error(k, unit_roundoff)
     quantized = fmt.dequantize(fmt.fitted_to(weight).quantize(weight, scale_dtype))
-    return product_bound(weight, quantized, x, gamma)
+    return product_bound(weight, [quantized], x, gamma)
 
 
 def summation_error(k: int, unit_roundoff: float = UNIT_ROUNDOFF) -> float:
@@ -60,26 +62,30 @@ def summation_error(k: int, unit_roundoff: float = UNIT_ROUNDOFF) -> float:
 
 
 def product_bound(
-    weight: Array, quantized: Array, x: Array, gamma: float, block: int | None = None
+    weight: Array, addends: Sequence[Array], x: Array, gamma: float, block: int | None = None
 ) -> NDArray[np.float64]:
     """A bound on |y′ − x·Wᵀ|, float64 `[…, N]`, where y′ is x·Ŵᵀ as a kernel computes it.
 
     Δ|x| + γ(|W| + Δ)|x|, Δ = |W − Ŵ| elementwise: the weight's own error, and the kernel's. With
-    Ŵ for W it is the kernel's alone.
+    Ŵ for W it is the kernel's alone. Where Ŵ is a sum whose addends are multiplied one by one,
+    what they are together larger than Ŵ counts for the kernel as well.
 
     Args:
-        weight, quantized: W and Ŵ, `[N, K]`.
+        weight: W, `[N, K]`.
+        addends: Ŵ, or the matrices `[N, K]` whose sum it is: see `Format.addends`.
         x: `[…, K]`.
         gamma: the kernel's error relative to Σ|w||x|: see `summation_error`.
         block: where activations are rounded to int8, how many share a scale (0 for all K): that
-            adds half a step of each, max|x|/254 over its block, times |Ŵ|.
+            adds half a step of each, max|x|/254 over its block, times the first addend.
     """
     plain, sizes = weight.astype(np.float64), np.abs(x).astype(np.float64)
+    reach = [np.abs(each.astype(np.float64)) for each in addends]
+    quantized = sum(each.astype(np.float64) for each in addends)
     delta = np.abs(plain - quantized)
-    bound: NDArray[np.float64] = sizes @ (delta + gamma * (np.abs(plain) + delta)).T
+    counted = np.abs(plain) + delta + (sum(reach) - np.abs(quantized))
+    bound: NDArray[np.float64] = sizes @ (delta + gamma * counted).T
     if block is not None:
         starts = np.arange(0, weight.shape[1], block or weight.shape[1])
         largest = np.maximum.reduceat(sizes, starts, axis=-1)
-        reach = np.add.reduceat(np.abs(quantized.astype(np.float64)), starts, axis=1)
-        bound += _HALF_STEP * (largest @ reach.T)
+        bound += _HALF_STEP * (largest @ np.add.reduceat(reach[0], starts, axis=1).T)
     return bound

@@ -17,10 +17,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
-Part = Literal["codes", "scales", "zeros", "tensor", "nested"]
-PARTS: tuple[Part, ...] = ("codes", "scales", "zeros", "tensor", "nested")
+Part = Literal["codes", "scales", "zeros", "tensor", "nested", "minimums"]
+PARTS: tuple[Part, ...] = ("codes", "scales", "zeros", "tensor", "nested", "minimums")
 """In the order in which `qgraph::Dequantize…` reads them. Every format has codes and scales, and
-at most one more: zero points, a scale of the whole tensor, or the scales of its scales."""
+at most one more: zero points, a scale of the whole tensor, or the scales of its scales; minimums,
+in the layout "sums", stand for zero points."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,22 +43,35 @@ class Layout:
     kind "nbits8": what MatMulNBits reads at 8 bits, for levels that are multiples of one half:
         codes 2·level + 128, scales halved; u8 `[N, nb, block]` and `[N, nb]`.
     kind "own": what the format's own fused operator reads (MatMulBlockQuantizedFp8Weight, …Fp4…).
+    kind "sums": codes and scales as "blocks" has them, and minimums float32 `[N, nb]` in place of
+        float zero points: see `formats.minimums`.
+    kind "kn": what MatMulIntegerToFloat and DynamicQuantizeMatMul read, for whole rows of 8 bits:
+        codes int8 `[K, N]`, row by row of that; scales `[N]`.
+    kind "knu": the same with unsigned codes, uint8, plus 128.
     """
 
-    kind: Literal["blocks", "qdq", "flat", "nbits8", "own"]
+    kind: Literal["blocks", "qdq", "flat", "nbits8", "sums", "own", "kn", "knu"]
     block: int = 0
+
+    def of(self, part: Part) -> Layout:
+        """The layout that has the very bytes of this one for `part`: one copy serves both."""
+        shared = self.kind == "sums" and part in ("codes", "scales")
+        return Layout("blocks", self.block) if shared else self
 
 
 @dataclasses.dataclass(frozen=True)
 class PartSpec:
     """Shape and ONNX type of one part of a quantized weight, as stored.
 
-    rows: rows of the weight to one slice of axis 0; 0 where the part belongs to the whole weight.
+    rows: rows of the weight to one slice of `axis`; 0 where the part belongs to the whole weight.
+    axis: the axis of the part along which the rows of the weight lie: 0, or 1 of a matrix of whole
+        bytes, whose rows of the weight are columns.
     """
 
     shape: tuple[int, ...]
     dtype: ir.DataType
     rows: Fraction | int = 1
+    axis: int = 0
 
     @property
     def size(self) -> int:
@@ -70,16 +84,33 @@ class PartSpec:
         return -(-self.size * self.dtype.bitwidth // 8)
 
     def slices(self, start: int, stop: int) -> tuple[int, int]:
-        """The slices of axis 0 (first, last + 1) that rows `start:stop` of the weight need."""
+        """The slices of `axis` (first, last + 1) that rows `start:stop` of the weight need."""
         if not self.rows:
             return 0, self.shape[0] if self.shape else 1
         return math.floor(start / Fraction(self.rows)), math.ceil(stop / Fraction(self.rows))
 
+    def index(self, start: int, stop: int) -> tuple[slice, ...]:
+        """Where rows `start:stop` of the weight lie in an array of this shape; all of a scalar."""
+        if not self.shape:
+            return ()
+        return (*(slice(None),) * self.axis, slice(*self.slices(start, stop)))
+
     def span(self, start: int, stop: int) -> tuple[int, int]:
-        """The bytes (first, last + 1) of those slices."""
+        """The bytes (first, last + 1) of those slices, where they lie in one piece (`axis` 0)."""
         bits = math.prod(self.shape[1:]) * self.dtype.bitwidth
         first, last = self.slices(start, stop)
         return first * bits // 8, -(-last * bits // 8)
+
+    def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The runs of bytes (first, last + 1) of those slices, in the order of the part."""
+        if not self.axis:
+            return [self.span(start, stop)]
+        first, last = self.slices(start, stop)
+        count, width = self.shape
+        if last - first == width:
+            return [(0, self.nbytes)]
+        size = self.dtype.bitwidth // 8
+        return [((at + first) * size, (at + last) * size) for at in range(0, count * width, width)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +121,8 @@ class QuantizedWeight:
     scales: `[n, nb]`, what the levels of the codes are multiplied by, each row's own even where
         rows share one; float16 where they are stored so, else float32.
     zeros: `[n, nb]` uint8, or floats like the scales; None where the format has none.
-    more: what the scales were made from, where they are not stored as they are; `[n, …]` each.
+    more: what the scales were made from, where they are not stored as they are, and `minimums`
+        where those are stored; `[n, …]` each.
     """
 
     codes: Array

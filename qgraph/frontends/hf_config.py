@@ -22,8 +22,10 @@ _CHOOSING = re.compile(
 )
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(folder: Path, packed: bool = False) -> dict[str, Any]:
     """The configuration of a float model, as transformers' classes take it.
+
+    packed: the folder's weights may be quantized; `cleaned` takes away what is said of that.
 
     Raises:
         InputError: no JSON, no model_type, or weights that are quantized already.
@@ -39,8 +41,8 @@ def read(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{path} names no model_type: wanted the config.json of a transformers model"
         )
-    for packed in _packed(found):
-        method = packed.get("quant_method", "?") if isinstance(packed, dict) else "?"
+    for item in () if packed else _packed(found):
+        method = item.get("quant_method", "?") if isinstance(item, dict) else "?"
         raise InputError(
             f"{folder} holds quantized weights (quant_method {method!r}): capture wants the "
             "float model that they were made from"

@@ -18,7 +18,7 @@ _TOKENS = {0: "batch", 1: "sequence"}
 _TARGET = {0: "batch", 1: "target_sequence"}
 
 
-def load(folder: Path) -> Loaded:
+def load(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Loaded:
     """The model of a folder as an ONNX graph, batch and sequence open.
 
     Language models map `input_ids` to `logits`; encoders take `attention_mask` too; models of
@@ -26,16 +26,20 @@ def load(folder: Path) -> Loaded:
     weights are read as float32, which holds them exactly: no CPU has kernels for all ops in
     bfloat16. Without a cache: each run computes all positions.
 
+    shapes: name and shape of every weight, where the folder's are quantized: the graph then has
+        zeros in their place, float32, which take no memory.
+
     Raises:
         InputError: no config.json or safetensors, a model that transformers does not know,
             missing, superfluous or quantized weights, or one that cannot be exported.
         MissingExtra: torch or transformers is not installed.
     """
-    config = hf_config.read(folder)
-    paths = hf_weights.files(folder)
+    config = hf_config.read(folder, packed=shapes is not None)
+    paths = hf_weights.files(folder) if shapes is None else []
     torch_onnx.need({"torch": "torch", "transformers": "hf"}, "reading a Hugging Face folder")
+    tensors = hf_weights.read(paths) if shapes is None else _zeros(shapes)
     with torch_onnx.quiet():
-        module, notes = _module(folder, config, paths)
+        module, notes = _module(folder, config, tensors)
     feeds, axes = _example(module, folder)
     found = torch_export.load(module, (), feeds, axes, title=folder.name or None)
     return Loaded(found.model, (*notes, *found.notes))
@@ -46,9 +50,17 @@ def files(folder: Path) -> tuple[Path, ...]:
     return (folder / "config.json", *hf_weights.files(folder))
 
 
-def _module(folder: Path, config: Mapping[str, Any], paths: list[Path]) -> tuple[Any, list[str]]:
+def _zeros(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """A zero for each weight, shown in its shape."""
+    import torch
+
+    return {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}
+
+
+def _module(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> tuple[Any, list[str]]:
     """The module with the folder's weights, and what a user should know of them."""
-    tensors = hf_weights.read(paths)
     floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     half = bool(floats) and all(str(tensor.dtype) == "torch.float16" for tensor in floats)
     module, info = hf_module.load(folder, config, tensors, half)

@@ -14,7 +14,7 @@ from torch.nn.functional import linear as float_linear
 from torch.nn.functional import pad
 
 from qgraph.errors import InputError
-from qgraph.runtimes.torch import autotune, cpu_backends, repack
+from qgraph.runtimes.torch import autotune, cpu_backends, fp8_products, repack
 from qgraph.runtimes.torch import dequantize as reference
 
 Zeros = Literal["symmetric", "asymmetric", "float"]
@@ -259,6 +259,21 @@ def linear_fp8_block(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | N
         codes = repack.cached("fp8 blocks", (weight,), lambda: pad(codes, padding))
     codes = codes.reshape(n, blocks, FP8_BLOCK)
     return linear(x, codes, scales, None, bias, k, FP8_BLOCKS)
+
+
+def linear_fp8_w8a8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute y `[M, N]` of x `[M, K]`; see `ops.linear_fp8_w8a8`."""
+    for name, part in (("weight", weight), ("scales", scales)):
+        if part.device != x.device:
+            raise InputError(f"{name} on {part.device}, x on {x.device}: move one of them")
+    if x.shape[0] == 0 or weight.shape[0] == 0:
+        return x.new_empty(x.shape[0], weight.shape[0])
+    if not x.is_cuda or triton_missing() is not None:
+        return fp8_products.linear(x, weight, scales, bias)
+    from qgraph.runtimes.torch import triton_fp8_products
+
+    with _current(x):
+        return triton_fp8_products.linear(x, weight, scales, bias)
 
 
 def _current(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -22,6 +22,7 @@ def register(library: torch.library.Library) -> None:
     for name, backward, remember in (
         ("linear", _linear, _remember_linear),
         ("linear_fp8_block", _linear_fp8_block, _remember_fp8_block),
+        ("linear_fp8_w8a8", _linear_fp8_block, _remember_fp8_block),
         ("dequantize", _none, _refuse_weights(1, 2)),
         ("embedding", _none, _refuse_weights(2, 3)),
     ):

@@ -39,7 +39,8 @@ def rules(device: str, available: bool) -> tuple[KernelRule, ...]:
         ),
         KernelRule(GATHER_BLOCK_QUANTIZED, provider, _FLOATS, _BITS, BLOCKS, origin=origin),
         KernelRule(
-            OWN_LINEAR, provider, _FLOATS, tuple(range(1, 9)), numbers=_others(), origin=origin
+            OWN_LINEAR, provider, _FLOATS, tuple(range(1, 9)), numbers=_others(), origin=origin,
+            by_rows=ladder,
         ),
     )  # fmt: skip
 
@@ -64,13 +65,18 @@ class _Ladder:
         import torch
 
         from qgraph.runtimes.torch.backends import Case, ladder
+        from qgraph.runtimes.torch.dequantize import codes_of
 
-        kind = "Int" if query.symmetric else "Uint"
+        layout, bits = f"{'Int' if query.symmetric else 'Uint'}{query.bits}V1", query.bits
+        if query.op == OWN_LINEAR:
+            layout = query.function.removeprefix("Linear")
+            kind = codes_of(layout)
+            bits = kind.bits if kind is not None else 0
         case = Case(
             self.device,
             getattr(torch, query.dtype),
-            f"{kind}{query.bits}V1",
-            query.bits,
+            layout,
+            bits,
             query.block or query.k,
             "float" if query.numbers == _FLOAT_ZEROS
             else "symmetric" if query.symmetric else "asymmetric",

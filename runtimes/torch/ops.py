@@ -6,6 +6,7 @@
     qgraph::embedding(Tensor ids, Tensor codes, Tensor scales, Tensor? zeros,
                       int k, str format) -> Tensor
     qgraph::linear_fp8_block(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor
+    qgraph::linear_fp8_w8a8(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor
 
 The schemas never change: files in the field depend on them. `format` is a layout with its
 version, the name of the format's ONNX function without "Dequantize": `Int4V1`, `Nf4V1`.
@@ -33,6 +34,7 @@ SCHEMAS = {
         "(Tensor ids, Tensor codes, Tensor scales, Tensor? zeros, int k, str format) -> Tensor"
     ),
     "linear_fp8_block": "(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor",
+    "linear_fp8_w8a8": "(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor",
 }
 FP8_BLOCK = backends.FP8_BLOCK
 """Rows and columns of W that share one scale in `linear_fp8_block`."""
@@ -98,6 +100,22 @@ def linear_fp8_block(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | N
     _check_activation(x, weight.shape[1])
     _check_bias(bias, x, weight.shape[0])
     y = backends.linear_fp8_block(x.reshape(-1, weight.shape[1]), weight, scales, bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def linear_fp8_w8a8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """As `linear_fp8_block`, with x rounded to FP8 too: each row by scales for 128 columns.
+
+    The scales of x are amax / 448; sums of 128 products are float32, and rescaled one by one.
+    The gradient is that of `linear_fp8_block`: rounding x counts for nothing in it.
+
+    Raises:
+        InputError: a shape, dtype or device that no backend takes.
+    """
+    _check_fp8(weight, scales)
+    _check_activation(x, weight.shape[1])
+    _check_bias(bias, x, weight.shape[0])
+    y = backends.linear_fp8_w8a8(x.reshape(-1, weight.shape[1]), weight, scales, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -218,6 +236,7 @@ for _name, _body, _fake in (
     ("dequantize", dequantize, _dequantize_fake),
     ("embedding", embedding, _embedding_fake),
     ("linear_fp8_block", linear_fp8_block, _linear_fp8_block_fake),
+    ("linear_fp8_w8a8", linear_fp8_w8a8, _linear_fp8_block_fake),
 ):
     LIBRARY.define(_name + SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")

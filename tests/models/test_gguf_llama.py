@@ -1,70 +1,55 @@
-"""Names, row order and tokenizer of a Llama-family GGUF file, by hand examples."""
+"""Weights and tokenizer of a Llama-family GGUF file, by hand examples."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from qgraph.checkpoints.gguf_file import GgufFile, read_header
 from qgraph.errors import InputError
 from qgraph.models import gguf_llama
 
 
-class Reader:
-    """What GGUFReader answers for a field, without a file."""
-
-    def __init__(self, **fields: Any) -> None:
-        self._fields = {name.replace("__", "."): value for name, value in fields.items()}
-
-    def get_field(self, name: str) -> SimpleNamespace | None:
-        if name not in self._fields:
-            return None
-        return SimpleNamespace(contents=lambda: self._fields[name])
-
-
-def reader(pre: str = "smollm") -> Reader:
-    return Reader(
-        tokenizer__ggml__model="gpt2",
-        tokenizer__ggml__pre=pre,
-        tokenizer__ggml__tokens=["<|end|>", "1", "2", "a", "t", "Ġ", "Ġa", "at", "12", "Ġat"],
-        tokenizer__ggml__token_type=[3, 1, 1, 1, 1, 1, 1, 1, 1, 1],
-        tokenizer__ggml__merges=["1 2", "a t", "Ġ at"],
-    )
+def header(pre: str = "smollm") -> GgufFile:
+    fields: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": ["<|end|>", "1", "2", "a", "t", "Ġ", "Ġa", "at", "12", "Ġat"],
+        "tokenizer.ggml.token_type": [3, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+        "tokenizer.ggml.merges": ["1 2", "a t", "Ġ at"],
+    }
+    return GgufFile(Path("m.gguf"), fields, {})
 
 
-def test_rotary_pairs_are_halves_again() -> None:
-    # One head of size 6: the file holds rows 0 3 | 1 4 | 2 5; a second head follows it.
-    file_order = np.array([0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11], np.float32)
-    rows = gguf_llama.unpermute(np.stack([file_order, -file_order], 1), heads=2)
-    assert rows[:, 0].tolist() == list(range(12))
-    assert rows[:, 1].tolist() == [-i for i in range(12)]
+def written(path: Path, name: str) -> GgufFile:
+    from gguf_files import write_gguf
+
+    pytest.importorskip("gguf")
+    heads = {"llama.attention.head_count": 1}
+    rows = np.arange(8, dtype=np.float16).reshape(4, 2)
+    return read_header(write_gguf(path / "m.gguf", {name: rows}, heads))
 
 
-@pytest.mark.parametrize(
-    "name, wanted",
-    [
-        ("token_embd.weight", "model.embed_tokens.weight"),
-        ("output_norm.weight", "model.norm.weight"),
-        ("blk.11.attn_q.weight", "model.layers.11.self_attn.q_proj.weight"),
-        ("blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight"),
-        ("blk.7.ffn_down.weight", "model.layers.7.mlp.down_proj.weight"),
-    ],
-)
-def test_names(name: str, wanted: str) -> None:
-    assert gguf_llama.transformers_name(name) == wanted
+def test_weights_have_the_names_and_rows_of_transformers(tmp_path: Path) -> None:
+    (found,) = gguf_llama.weights(written(tmp_path, "blk.2.attn_q.weight"))
+    name, values = found
+    assert name == "model.layers.2.self_attn.q_proj.weight"
+    assert values.dtype == np.float32
+    assert values.tolist() == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
 
-@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.0.ssm_in.weight"])
-def test_a_tensor_without_a_place_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.ssm_in.weight"])
+def test_a_tensor_without_a_place_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match=name):
-        gguf_llama.transformers_name(name)
+        list(gguf_llama.weights(written(tmp_path, name)))
 
 
 def test_digits_stay_apart_and_words_merge() -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer.from_str(gguf_llama.tokenizer_json(reader()))
+    made = tokenizers.Tokenizer.from_str(gguf_llama.tokenizer_json(header()))
     # "12" has a merge, but each digit is a piece of its own; " at" is one piece and one token.
     assert made.encode("12 at<|end|>a").ids == [1, 2, 9, 0, 3]
     assert made.decode([3, 9, 1]) == "a at1"
@@ -73,9 +58,9 @@ def test_digits_stay_apart_and_words_merge() -> None:
 
 def test_another_tokenizer_is_refused() -> None:
     with pytest.raises(InputError, match=r"\('gpt2', 'llama-bpe'\), wanted"):
-        gguf_llama.tokenizer_json(reader("llama-bpe"))
+        gguf_llama.tokenizer_json(header("llama-bpe"))
 
 
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(InputError, match=r"no field llama\.block_count"):
-        gguf_llama.field(reader(), "llama.block_count")
+        header().field("llama.block_count")

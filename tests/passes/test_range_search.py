@@ -124,3 +124,57 @@ def test_tiles_do_not_matter() -> None:
     )
     assert np.array_equal(one.codes, other.codes)
     assert np.array_equal(one.scales, other.scales)
+
+
+MOVING = ["mxfp4", "mxfp4:order=halves", "mxfp8", "mxfp8:element=e5m2", "nvfp4"]
+
+
+@pytest.mark.parametrize("spec", MOVING)
+@pytest.mark.parametrize("name", FITS)
+def test_scales_that_are_not_free_move_to_their_neighbours(spec: str, name: str) -> None:
+    """By numpy: of the scales that may be tried none has less squared error than the one taken."""
+    rows, plain = weights(), weights().numpy()
+    fmt = parse(spec).fitted_to(plain)
+    own, found = fmt.quantize(plain, FLOAT), FITS[name](rows, fmt, FLOAT)
+    parts = fmt.pack(found, fmt.default_layout)
+    back = fmt.unpack(parts, N, K, fmt.default_layout)
+    np.testing.assert_array_equal(fmt.dequantize(back), fmt.dequantize(found))
+    starts = np.arange(0, K, fmt.group)
+    squared = [
+        np.add.reduceat((plain - fmt.dequantize(each)) ** 2, starts, axis=1)
+        for each in (own, found)
+    ]
+    if name != "search":  # the others have losses of their own
+        assert (found.scales != own.scales).any()
+        return
+    assert (squared[1] <= squared[0] * (1 + 1e-5)).all()
+    levels = np.unique(fmt.levels[np.isfinite(fmt.levels)]).astype(np.float64)
+    for step in fmt.moves:
+        scales = fmt.moved(own, np.full(own.scales.shape, step)).scales.astype(np.float64)
+        columns = np.repeat(scales, fmt.group, axis=1)[:, :K, None]
+        best = ((plain[..., None] - levels * columns) ** 2).min(-1)
+        assert (squared[1] <= np.add.reduceat(best, starts, axis=1) * (1 + 1e-4) + 1e-12).all()
+
+
+def test_scales_move_by_hand() -> None:
+    """Powers of two; numbers of E4M3, from the least normal one to 448."""
+    rows = np.ones((1, 64), np.float32)
+    mx, nv = parse("mxfp4"), parse("nvfp4")
+    own = mx.quantize(rows, FLOAT)
+    assert own.scales.tolist() == [[0.25, 0.25]]
+    assert mx.moved(own, np.array([[1, -1]])).scales.tolist() == [[0.5, 0.125]]
+    assert mx.moved(own, np.array([[500, -500]])).scales.tolist() == [[2.0**127, 2.0**-127]]
+    start = nv.quantize(rows, FLOAT)
+    assert (start.scales / start.more["tensor"])[0] == pytest.approx([448] * 4)
+    found = nv.moved(start, np.array([[1, -1, -8, -500]]))
+    assert (found.scales / found.more["tensor"])[0] == pytest.approx([448, 416, 224, 2**-6])
+    assert (found.more["codes"] == nv.pack(found, nv.default_layout)["scales"]).all()
+
+
+def test_a_clipped_block_takes_the_larger_power_of_two() -> None:
+    """7.9 is clipped to 6 in steps of 1, and is 8 in steps of 2: nothing else is there to lose."""
+    rows = torch.zeros(1, 32)
+    rows[0, 0] = 7.9
+    found = hqq.fit(rows, parse("mxfp4"), FLOAT)
+    assert found.scales.tolist() == [[2.0]]
+    assert parse("mxfp4").dequantize(found)[0, 0] == 8

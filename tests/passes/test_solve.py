@@ -13,8 +13,9 @@ from onnx import helper, numpy_helper, parser
 
 import qgraph
 from qgraph.formats.base import Array
-from qgraph.passes import solve_stages, solve_weights
+from qgraph.passes import solve_weights
 from qgraph.passes.solve_weights import StageSolver
+from qgraph.passes.solved import Transform, as_stored
 from qgraph.solver_names import needs_data, parts_of
 
 K = 64
@@ -225,9 +226,9 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
 
 def test_kernels_are_checked_on_the_channels_as_they_are_stored() -> None:
     order = np.array([2, 0, 1])
-    source = type("Source", (), {"transform": solve_stages.Transform(order=order)})()
+    source = type("Source", (), {"transform": Transform(order=order)})()
     x = np.array([[1.0, 2.0, 3.0]], np.float32)
-    assert solve_stages._as_stored(x, source).tolist() == [[3.0, 1.0, 2.0]]
+    assert as_stored(x, source).tolist() == [[3.0, 1.0, 2.0]]
 
 
 def test_a_transposed_activation_is_rounded_with_a_reason(tmp_path: Path) -> None:

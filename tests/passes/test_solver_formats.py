@@ -108,12 +108,12 @@ def test_no_solver_is_worse_than_rounding(fmt: Format, solver: str, moments: Mom
         for each in (rounded, found)
     )
     assert after <= before * (1 + 1e-5)
-    chooses = fmt.free_scales and solver not in ("gptq", "clip+gptq")
+    chooses = fmt.has_ranges and not solver.startswith("gptq")
     if "gptq" in solver or chooses:
         assert after < before
-    says = solver not in ("gptq",) and not fmt.free_scales
-    assert ("are not free" in words) == says
-    if not fmt.free_scales:
+    lets = fmt.has_ranges if not solver.startswith("gptq") else fmt.free_scales
+    assert ("are not free" in words) == (solver != "gptq" and not lets)
+    if not fmt.free_scales and not chooses:
         assert np.array_equal(found.scales, rounded.scales)
         assert all(np.array_equal(found.more[name], rounded.more[name]) for name in rounded.more)
     layout = fmt.default_layout
@@ -220,7 +220,7 @@ def test_a_model_is_solved_in_pieces_of_rows(
     assert len(steps) == 3
     assert all("of rounding's" in step.detail for step in steps)
     assert "SOLVER_FELL_BACK" not in {step.reason for step in steps}
-    said = solver == "awq+clip" and not parse(spec).free_scales
+    said = solver == "awq+clip" and not parse(spec).has_ranges
     assert all(("clip left the ranges alone" in step.detail) == said for step in steps)
     qgraph.optimize(path, tmp_path / "p.onnx", format=spec)
     outputs = [qgraph.open(tmp_path / f"{name}.onnx").run({"x": x}) for name in "mop"]
@@ -231,12 +231,13 @@ def test_a_model_is_solved_in_pieces_of_rows(
 
 
 @pytest.mark.parametrize("solver", ["hqq", "auto"])
-def test_without_data_formats_without_free_scales_are_rounded(solver: str, tmp_path: Path) -> None:
-    result = qgraph.optimize(model(tmp_path), tmp_path / "o.onnx", format="mxfp4", solver=solver)
+def test_without_data_formats_without_ranges_are_rounded(solver: str, tmp_path: Path) -> None:
+    spec = "nf4:double=true"
+    result = qgraph.optimize(model(tmp_path), tmp_path / "o.onnx", format=spec, solver=solver)
     steps = [step for step in result.report.steps if step.pass_name == "solve"]
     assert {step.reason for step in steps} == {"SOLVER_FELL_BACK"}
     assert all("hqq left the ranges alone" in step.detail for step in steps)
-    plain = qgraph.optimize(tmp_path / "m.onnx", tmp_path / "p.onnx", format="mxfp4")
+    plain = qgraph.optimize(tmp_path / "m.onnx", tmp_path / "p.onnx", format=spec)
     assert result.files[1].read_bytes() == plain.files[1].read_bytes()
 
 

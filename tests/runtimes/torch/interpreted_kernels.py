@@ -15,9 +15,11 @@ from torch import Tensor
 from qgraph.formats.base import Format, parse
 from qgraph.runtimes.torch import (
     backends,
+    fp8_products,
     triton_decode,
     triton_dequantize,
     triton_fp8,
+    triton_fp8_products,
     triton_matvec,
     triton_tiles,
 )
@@ -164,6 +166,52 @@ def test_fp8_tiles(fmt: Format, n: int, k: int, m: int, splits: int, block_k: in
     assert isinstance(w.kind, LevelCodes)
     y = triton_fp8.linear(x, w.codes, w.scales, bias, k, w.kind, config)
     assert error(y, x, w.floats, bias) < TOLERANCE[dtype]
+
+
+def fp8_blocks(n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Codes of a weight and scales for 128 × 128 of them, far apart."""
+    made = torch.Generator().manual_seed(n + k)
+    scales = torch.exp2(torch.randn(-(-n // 128), -(-k // 128), generator=made))
+    return torch.randn(n, k, generator=made).to(torch.float8_e4m3fn), scales
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m,k", [(1, 128), (19, 300), (16, 7)])
+def test_activations_to_fp8(m: int, k: int, dtype: torch.dtype) -> None:
+    x = activations(m, k, torch.float32)
+    x[0, ::3] *= 1e-3  # subnormal numbers of E4M3
+    x[m // 2, 1:] *= 100
+    x[m - 1, :5] = 0
+    found = triton_fp8_products.quantize(x.to(dtype))
+    wanted = fp8_products.quantize(x.to(dtype))
+    assert torch.equal(found[0].float(), wanted[0].float())
+    assert torch.equal(found[1], wanted[1])
+
+
+def test_activations_to_fp8_round_as_torch_does() -> None:
+    """Every code, what lies halfway between two, and its neighbours."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[1:] + codes[:-1]) / 2
+    values = torch.cat([codes, ties, ties.nextafter(codes[1:]), ties.nextafter(codes[:-1])])
+    x = torch.full((2, 512), 448.0)
+    x[0, : len(values)], x[1, : len(values)] = values, -values
+    x[:, ::128] = 448
+    found, scales = triton_fp8_products.quantize(x)
+    assert scales.eq(1).all()
+    assert torch.equal(found.float(), x.to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("n,k,m", [(150, 300, 5), (128, 128, 17), (7, 50, 1), (260, 384, 3)])
+@pytest.mark.parametrize("splits,block_k,block_n", [(1, 128, 64), (2, 64, 128)])
+def test_fp8_products(n: int, k: int, m: int, splits: int, block_k: int, block_n: int) -> None:
+    (weight, scales), dtype = fp8_blocks(n, k), DTYPES[(splits + n) % 3]
+    x, bias = activations(m, k, dtype), activations(1, n, dtype)[0]
+    config = Config(block_n, block_k, splits, warps=4, stages=1, block_m=16)
+    for b in (bias, None):
+        y = triton_fp8_products.linear(x, weight, scales, b, config)
+        wanted = fp8_products.linear(x.float(), weight, scales, b).double()
+        assert y.dtype == dtype
+        assert (y.double() - wanted).norm() < TOLERANCE[dtype] * wanted.norm()
 
 
 @pytest.mark.parametrize("exponent", [-127, -126, 0, 125])

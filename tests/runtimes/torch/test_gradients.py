@@ -83,4 +83,5 @@ def test_gradients_are_registered_as_torch_wants_them() -> None:
     w = weight(4, "symmetric", 16, 64, 32)
     x = torch.randn(3, 64, requires_grad=True)
     torch.library.opcheck(OPS.linear.default, (x, *w.parts, None, 64, w.layout))
-    assert set(ops.SCHEMAS) == {"linear", "dequantize", "embedding", "linear_fp8_block"}
+    fp8 = {"linear_fp8_block", "linear_fp8_w8a8"}
+    assert set(ops.SCHEMAS) == {"linear", "dequantize", "embedding", *fp8}

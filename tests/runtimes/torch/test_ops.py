@@ -44,6 +44,7 @@ def test_schemas_are_pinned() -> None:
             "(Tensor ids, Tensor codes, Tensor scales, Tensor? zeros, int k, str format) -> Tensor"
         ),
         "linear_fp8_block": "(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor",
+        "linear_fp8_w8a8": "(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor",
     }
     for name, schema in ops.SCHEMAS.items():
         assert str(getattr(OPS, name).default._schema) == f"qgraph::{name}{schema}"

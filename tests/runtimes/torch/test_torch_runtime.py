@@ -12,8 +12,11 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 import qgraph
+from qgraph.capabilities import OWN_LINEAR, Query
 from qgraph.errors import InputError
+from qgraph.formats.base import parse
 from qgraph.runtimes.base import ValueSpec
+from qgraph.runtimes.torch.kernels import _Ladder
 from qgraph.runtimes.torch.runtime import CPU, CUDA, HERE
 
 ADD = """
@@ -190,6 +193,41 @@ def test_explain_says_what_runs_at_which_number_of_rows(tmp_path: Path) -> None:
     assert {row.provider for row in explanation.kernels} == {"torch cpu"}
     assert {row.origin for row in explanation.kernels} == {"ran"}
     assert explanation.times["down"] > 0
+
+
+LEVELS = ["nf4:group=32", "mxfp4", "nvfp4", "mxfp8", "fp8-e4m3", "fp8-e4m3:scale=block"]
+UNFUSED = ["nf4:group=32,double=true", "mxfp4", "nvfp4", "mxfp8"]
+
+
+@pytest.mark.parametrize(
+    "text, target",
+    [*((text, "torch-cpu") for text in LEVELS), *((text, "ort-cpu") for text in UNFUSED)],
+)
+def test_formats_of_levels_are_explained_by_rows(text: str, target: str, tmp_path: Path) -> None:
+    """As the kernels' ladder has it, whatever the file was written for."""
+    path, output = network(tmp_path), tmp_path / "o.onnx"
+    qgraph.optimize(path, output, format=text, target=target, prefer="size", min_elements=1)
+    found = qgraph.explain(output, target="torch-cpu")
+    row = {row.name: row for row in found.sites}["up"]
+    fmt = parse(text)
+    assert row.state == "portable"
+    assert row.kernel is not None and row.kernel.startswith(f"Linear codes={fmt.numbers}")
+    assert (row.bits, row.group, row.reason) == (fmt.bits, fmt.group, None)
+    assert row.by_rows.startswith("dequantize + matmul")
+    assert "up" not in {each.name for rows in found.unfused.values() for each in rows}
+
+
+def test_the_ladder_of_a_gpu_knows_the_layout() -> None:
+    """Which the format's function says: blocks of 128 rows have tiles of their own."""
+    ladder = _Ladder("cuda")
+    words = {
+        text: ladder(Query(OWN_LINEAR, "float16", fmt.bits, fmt.group, n=512, k=512,
+                           numbers=fmt.numbers, function=fmt.linear_name))
+        for text, fmt in ((text, parse(text)) for text in LEVELS)
+    }  # fmt: skip
+    assert all("triton matrix-vector" in each for each in words.values())
+    assert "triton fp8 tiles" in words["fp8-e4m3:scale=block"]
+    assert "triton fp8 tiles" not in words["nvfp4"]
 
 
 def test_a_file_with_int8_activations_is_explained_as_torch_runs_it(tmp_path: Path) -> None:

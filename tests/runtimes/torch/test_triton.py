@@ -34,6 +34,7 @@ LEVELS = {**CODES, "table": "*fp32"}
 BYTES = {**LEVELS, "scales": "*u8", "zeros": "*fp32"}
 BF16 = {"x": "*bf16", "bias": "*bf16", "out": "*bf16"}
 FP32 = {"x": "*fp32", "bias": "*fp32", "out": "*fp32"}
+FP8_BOTH = {"x_scales": "*fp32", "codes": "*fp8e4nv", "scales": "*fp32"}
 LAYOUT = {
     "BITS": 4, "WORDS_IN_BLOCK": 16, "ZEROS": 1, "NUMBERS": 0, "ORDER": 0, "STEPS": 0, "SHARED": 1,
     "INTERPRETED": False,
@@ -159,6 +160,24 @@ KERNELS: dict[str, tuple[str, dict[str, str], dict[str, Any], tuple[str, ...]]] 
         {**LAUNCH, "SHARED": 1, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_W": 128},
         ("wgmma.mma_async",),
     ),
+    "activations to fp8": (
+        "triton_fp8_products.quantize_kernel",
+        {"x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"},
+        {"ROWS": 16, "BLOCK": 128},
+        ("cvt.rn.satfinite.e4m3x2.f32", "div.rn.f32"),
+    ),
+    "fp8 products": (
+        "triton_fp8_products.product_kernel",
+        {**FP8_BOTH, **BF16, "x": "*fp8e4nv"},
+        {**LAUNCH, "WIDE": False, "BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_W": 128},
+        ("wgmma.mma_async", ".f32.e4m3.e4m3"),
+    ),
+    "fp8 products, half a block at once, as float16": (
+        "triton_fp8_products.product_kernel",
+        {**FP8_BOTH, **FP32, "x": "*fp8e4nv"},
+        {**LAUNCH, "WIDE": True, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_W": 64},
+        (".f32.f16.f16",),
+    ),
     "dequantize": (
         "triton_dequantize.dequantize_kernel",
         {**CODES, "out": "*bf16"},
@@ -212,12 +231,18 @@ def test_kernels_compile_for_hopper(
 @pytest.mark.parametrize("m", [1, 2, 4, 8])
 @pytest.mark.parametrize("n", [256, 4096, 128256])
 def test_configs_split_k_only_to_fill_the_gpu(n: int, m: int) -> None:
-    from qgraph.runtimes.torch import triton_fp8, triton_matvec, triton_tiles
+    from qgraph.runtimes.torch import (
+        triton_fp8,
+        triton_fp8_products,
+        triton_matvec,
+        triton_tiles,
+    )
 
     for configs in (
         triton_matvec.configs(m, n, 512),
         triton_tiles.configs(16 * m, n, 4, 512),
         triton_fp8.configs(m, n, 4096),
+        triton_fp8_products.configs(m, n, 4096),
     ):
         assert 1 <= len(configs) == len(set(configs)) <= 8
         assert all(c.block_n * c.block_w > 0 and c.splits * c.block_w < 4096 for c in configs)

@@ -1,0 +1,55 @@
+"""Ranges of activations that are rounded by scales known before the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from qgraph.formats.base import Array
+from qgraph.formats.small_floats import E4M3, E4M3_MAX
+from qgraph.observers import observer
+from qgraph.passes.solved import as_stored
+from qgraph.passes.stage_walk import Stop
+from qgraph.plan import QuantPlan
+from qgraph.quant_tensor import QuantSource
+from qgraph.row_branches import MANY
+
+STATIC = {"int8-static": "lower_w8a8.observer", "fp8": "insert_fp8_qdq.observer"}
+"""Activations with such scales, and the option that says how their ranges are found."""
+DEFAULT = "minmax"
+_NONE = np.empty(0, np.int64)
+_FP8_LEVELS = tuple(float(value) for value in E4M3[:127] / E4M3_MAX)
+
+
+def observed(
+    stop: Stop,
+    plan: QuantPlan,
+    sources: Mapping[str, QuantSource | None],
+    outliers: Mapping[str, Array] | None = None,
+) -> dict[str, tuple[float, float]]:
+    """By site, what its inputs span over all calibration data, channel factors divided out.
+
+    sources: what each site's weight is stored as.
+    outliers: columns of the inputs that stay in float, and count for nothing.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    known: dict[tuple[str, bytes, bytes], tuple[float, float]] = {}
+    decisions = [each for site in stop.stage.sites for each in plan.named(site.name)]
+    for decision in decisions:
+        kind, source = decision.activations or "", sources[decision.site.removesuffix(MANY)]
+        if kind not in STATIC or source is None:
+            continue
+        transform = getattr(source, "transform", None)
+        columns = b"" if transform is None or transform.columns is None else transform.columns
+        left_out = (outliers or {}).get(decision.site, _NONE)
+        key = (kind, bytes(columns), left_out.tobytes())
+        if key not in known:
+            name = plan.recipe.options.get(STATIC[kind], DEFAULT)
+            watching = observer(name, stop.stage.name, _FP8_LEVELS if kind == "fp8" else None)
+            for rows in stop.inputs():
+                watching.update(np.delete(as_stored(rows, source), left_out, axis=1))
+            low, high = watching.range()
+            known[key] = float(low), float(high)
+        found[decision.site] = known[key]
+    return found

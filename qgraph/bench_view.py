@@ -1,0 +1,75 @@
+"""A `Bench` as text: for each number of rows every side, its time, its ratio and a bar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from qgraph.bench_result import Bench, Row
+from qgraph.comparison_view import bar
+from qgraph.console import print_line, print_table
+
+_BAR = 24
+
+
+def render(bench: Bench, console: Console) -> None:
+    """Print the models as a whole, then each kind of linear."""
+    others = " · ".join(bench.against)
+    print_line(console, f"{bench.model}{f' against {others}' if others else ''}", style="bold")
+    threads = f"{bench.threads} threads" if bench.threads else "threads by default"
+    print_line(
+        console,
+        f"{bench.cpu} · {bench.runtime} · {threads} · {bench.rounds} rounds, sides turn by turn · "
+        "× is the side's time over the model's, with the range over the rounds",
+    )
+    _heading(console, f"whole model, rows = {_AXES[bench.axis]}")
+    _table(console, bench.whole, kernels=False)
+    for site in bench.sites:
+        count = "1 linear" if site.count == 1 else f"{site.count} linears"
+        _heading(console, f"{site.n}×{site.k}, {count} as {site.name}")
+        _table(console, site.rows, kernels=True)
+    for note in bench.notes:
+        print_line(console, f"note: {note}")
+
+
+_AXES = {
+    "tokens": "tokens of one prompt, no cache",
+    "samples": "samples of a batch",
+    "fixed": "as its inputs say",
+}
+
+
+def _heading(console: Console, text: str) -> None:
+    print_line(console, "")
+    print_line(console, text, style="bold")
+
+
+def _table(console: Console, rows: Sequence[Row], *, kernels: bool) -> None:
+    cells = []
+    for row in rows:
+        slowest = max(side.timing.median for side in row.sides)
+        for at, side in enumerate(row.sides):
+            ratio = row.ratio(side)
+            spread = f"{ratio.value:.2f} ({ratio.low:.2f}…{ratio.high:.2f})" if at else ""
+            drawn = bar(side.timing.median, slowest, _BAR, fine=console.is_terminal)
+            cells.append(
+                [
+                    "" if at or row.rows is None else str(row.rows),
+                    side.name,
+                    *([side.kernel] if kernels else []),
+                    milliseconds(side.timing.median),
+                    spread,
+                    drawn,
+                ]
+            )
+    header = ["rows", "side", *(["kernel"] if kernels else []), "ms", "×", ""]
+    print_table(console, header, cells, f"rl{'l' * kernels}rll")
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits that matter: `0.0124`, `9.81`, `483`."""
+    value = 1e3 * seconds
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if value >= 1 else f"{value:.3g}"

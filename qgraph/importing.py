@@ -1,0 +1,247 @@
+"""Importing a quantized checkpoint: its integers become the weights of a float graph."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qgraph.binding import SHOWN, Bound, bind, unused
+from qgraph.capturing import Source, capture
+from qgraph.checkpoint_floats import take_floats
+from qgraph.checkpoint_source import CheckpointSource
+from qgraph.errors import CoverageError, InputError
+from qgraph.graph import Graph
+from qgraph.optimizing import Result, Run
+from qgraph.progress import Progress, Silent
+from qgraph.recipe import Recipe
+from qgraph.run_notes import output_file
+from qgraph.sites import Site
+
+if TYPE_CHECKING:
+    from qgraph.checkpoints.base import Checkpoint
+
+Bindings = Mapping[str, str | None]
+_LONGEST = 20_000_000
+
+
+def import_checkpoint(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    model: Source | None = None,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    bindings: Bindings | str | os.PathLike[str] | None = None,
+    accuracy_level: str | int | None = None,
+    unfused: str = "portable",
+    prefer: str = "speed",
+    dequantize_at_load: bool = False,
+    target: str = "ort-cpu",
+    check: bool = True,
+    strict: bool = False,
+    dry_run: bool = False,
+    min_coverage: float = 0.0,
+    single_file: bool = False,
+    force: bool = False,
+    report: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Put a quantized checkpoint's weights into a float graph, as they are, and fuse them.
+
+    Nothing is rounded: every weight reads back as the checkpoint's own formula has it, which is
+    checked. Weights that the checkpoint has in float stay in float; norms, biases and these take
+    its values.
+
+    Args:
+        checkpoint: a Hugging Face folder with safetensors, or a .safetensors or .gguf file; or
+            one that is open already.
+        model: the float graph: whatever `capture` takes. None builds it from the folder's
+            config.json, through transformers.
+        output: the .onnx to write; None writes nothing.
+        bindings: name in the graph (of a node, weight or module) → parameter of the checkpoint,
+            `NAME[a:b]` for some of its rows, or None for a weight that is to stay as it is; or a
+            JSON file with that table. What it does not name is found by equal names, else by
+            likeness where that leaves no doubt.
+        unfused: weights that no kernel takes are dequantized block by block in standard
+            operators (`portable`), or keep the graph's floats (`float`).
+        accuracy_level, prefer, dequantize_at_load, target, check, strict, dry_run, min_coverage,
+        single_file, force, report: as `optimize` has them.
+
+    Raises:
+        InputError: no such checkpoint, a damaged one, or one that does not fit the graph; a
+            binding that names what is not there.
+        CoverageError: nothing, or less than `min_coverage`, is quantized in it.
+        NumericError: a weight does not read back as the checkpoint has it; with `strict`, a kernel
+            missed its error bound.
+    """
+    said = progress or Silent()
+    said.stage("checkpoint")
+    opened = _opened(checkpoint)
+    names = _bindings(bindings)
+    said.finish(f"{opened.layout}: {len(opened.entries)} quantized weights")
+    said.stage("capture")
+    graph = (_own_graph(opened) if model is None else capture(model)).clone()
+    imported, notes = _put_in(graph, opened, names, whole=model is None)
+    graph.notes.extend(notes)
+    graph.inputs = (*graph.inputs, *_files(opened))
+    said.finish(f"{len(imported)} sites bound")
+    if not imported:
+        raise CoverageError(
+            f"nothing was quantized: of the {len(opened.entries)} quantized parameters of "
+            f"{opened.path}, layout {opened.layout}, no float weight of the graph is any"
+        )
+    recipe = Recipe(
+        accuracy_level="auto" if accuracy_level is None else str(accuracy_level),
+        unfused=unfused,
+        prefer=prefer,
+        dequantize_at_load=dequantize_at_load,
+        min_elements=0,
+    )
+    run = Run(recipe, target, said, strict, min_coverage, check, dry_run, imported=imported)
+    run.origin = {"checkpoint": {"layout": opened.layout}}
+    return run.optimize(
+        graph,
+        output_file(output) if output is not None and not dry_run else None,
+        single_file=single_file,
+        force=force,
+        report=Path(report) if report is not None else None,
+    )
+
+
+def _opened(checkpoint: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
+    if not isinstance(checkpoint, str | os.PathLike):
+        return checkpoint
+    from qgraph.checkpoints.opening import open_checkpoint
+
+    return open_checkpoint(checkpoint)
+
+
+def _bindings(given: Bindings | str | os.PathLike[str] | None) -> dict[str, str | None]:
+    """The table of bindings, read from its file where it lies in one."""
+    if given is None:
+        return {}
+    if not isinstance(given, str | os.PathLike):
+        return dict(given)
+    path = Path(given)
+    try:
+        if path.stat().st_size > _LONGEST:
+            raise InputError(f"bindings {path} has {path.stat().st_size} bytes: wanted a table")
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"bindings {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"bindings {path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f'bindings {path}: wanted a table {{"GRAPH NAME": "PARAMETER"}}')
+    for name, target in found.items():
+        if target is not None and not isinstance(target, str):
+            raise InputError(
+                f"bindings {path}: {name!r} → {target!r}: wanted the name of a parameter, or null"
+            )
+    return found
+
+
+def _put_in(
+    graph: Graph, checkpoint: Checkpoint, names: Bindings, whole: bool
+) -> tuple[dict[str, CheckpointSource], list[str]]:
+    """The sources of the sites of `graph`, which gets the checkpoint's floats; and notes.
+
+    whole: the graph was made from the checkpoint, whose floats it is meant to have.
+    """
+    sites = graph.sites()
+    found = bind(sites, checkpoint, names)
+    sources: dict[Any, CheckpointSource] = {}
+    imported: dict[str, CheckpointSource] = {}
+    quantized: set[int] = set()
+    bound: dict[int, tuple[str, bool]] = {}
+    for site in sites:
+        match = found.get(site.name)
+        if match is None or site.weight is None:
+            continue
+        if match.entry is None:
+            bound[id(site.weight.root)] = (match.name, _is_turned(site, match))
+            continue
+        source = _source(site, match)
+        imported[site.name] = sources.setdefault(source.key, source)
+        quantized.add(id(site.weight.root))
+    taken = take_floats(graph.model, checkpoint.floats, bound, quantized)
+    notes = [*checkpoint.warnings, *_notes(sites, found, checkpoint)]
+    return imported, notes if whole else [*notes, *taken.notes()]
+
+
+def _source(site: Site, match: Bound) -> CheckpointSource:
+    """The rows that a site reads, with floats of the type that it reads."""
+    assert match.entry is not None and site.weight is not None
+    if site.dtype is None:
+        raise InputError(f"{site.name}: the type of its activation is not known")
+    if site.weight.view.factor != 1.0:
+        raise InputError(
+            f"{site.name} multiplies its weight by alpha = {site.weight.view.factor:g}, which the "
+            f"checkpoint's {match.name} does not hold: export it with alpha = 1"
+        )
+    step = match.entry.format.row_step(site.k)
+    if match.first % step:
+        raise InputError(
+            f"{site.name} reads {match.name} from row {match.first} on, and its format "
+            f"{match.entry.format.spell()} packs {step} rows together: wanted a multiple of it"
+        )
+    return CheckpointSource(match.entry, site.dtype, site.n, match.first)
+
+
+def _is_turned(site: Site, match: Bound) -> bool:
+    """Whether the constant is the parameter turned around: where they were not found by name."""
+    if match.exact:
+        return False
+    assert site.weight is not None
+    return site.weight.dims == (site.k, site.n) and not site.weight.is_plain
+
+
+def _notes(sites: Sequence[Site], found: Mapping[str, Bound], checkpoint: Checkpoint) -> list[str]:
+    """What a user should know of how weights were bound."""
+    notes = []
+    by_why: dict[str, list[str]] = {}
+    for site in sites:
+        if site.name in found and found[site.name].suggested:
+            words = f"{site.weight_name or site.name} → {found[site.name].name}"
+            by_why.setdefault(found[site.name].suggested, []).append(words)
+    for why, pairs in by_why.items():
+        notes.append(
+            f"{len(pairs)} weights have no parameter of their name, and one was found {why}: "
+            f"{_some(pairs)}; --bindings says it otherwise"
+        )
+    left = list(unused(checkpoint, found))
+    if left:
+        notes.append(f"{len(left)} quantized parameters are read by no site: {_some(left)}")
+    said: dict[str, list[str]] = {}
+    for match in found.values():
+        for note in match.entry.notes if match.entry is not None else ():
+            said.setdefault(note, []).append(match.name)
+    notes += [f"{len(each)} weights: {note}" for note, each in said.items()]
+    return notes
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+
+
+def _files(checkpoint: Checkpoint) -> Iterable[Path]:
+    """The files that weights are read from."""
+    if checkpoint.path.is_file():
+        return (checkpoint.path,)
+    return sorted(checkpoint.path.glob("*.safetensors"))
+
+
+def _own_graph(checkpoint: Checkpoint) -> Graph:
+    """The float graph of a checkpoint that brings no other, built from its config.json."""
+    if not (checkpoint.path / "config.json").is_file():
+        raise InputError(
+            f"{checkpoint.path} has no config.json, so the float model has to be named: "
+            "qgraph import CHECKPOINT MODEL"
+        )
+    from qgraph.capturing import from_loaded
+    from qgraph.frontends import hf_folder
+
+    shapes = {name: entry.shape for name, entry in checkpoint.entries.items()}
+    shapes |= {name: tensor.shape for name, tensor in checkpoint.floats.items()}
+    return from_loaded(hf_folder.load(checkpoint.path, shapes))

@@ -1,0 +1,298 @@
+"""From a float checkpoint to a quantized one, weight by weight, without a graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from qgraph import registry
+from qgraph.checkpoints.base import (
+    Checkpoint,
+    CheckpointLayout,
+    Entry,
+    FloatTensor,
+    Outgoing,
+    SourceEntry,
+)
+from qgraph.checkpoints.opening import FLOAT, open_checkpoint
+from qgraph.constants import same_file
+from qgraph.errors import CoverageError, InputError, MissingExtra
+from qgraph.formats.base import Array, Format, QuantizedWeight, parse
+from qgraph.kernel_choice import dividing_group
+from qgraph.passes.solver import Problem, Ranges
+from qgraph.progress import Progress, Silent
+from qgraph.registry import did_you_mean
+from qgraph.rounding import RoundingSource
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+LEFT_IN_FLOAT = (
+    "*embed*", "*wte*", "*wpe*", "*norm*", "*lm_head*", "*router*", "*.gate", "*_gate",
+)  # fmt: skip
+"""Modules that are not quantized unless they are named: tables, heads, norms, and the routers of
+mixtures of experts, which servers expect in float."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A tensor that stays in float, and why; `is_weight` says whether it is a matrix."""
+
+    name: str
+    reason: str
+    is_weight: bool
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """What was written.
+
+    place: the folder, or the file of layouts of one file.
+    entries: the quantized weights, as they were written.
+    kept: every tensor that stays in float.
+    """
+
+    place: Path
+    files: tuple[Path, ...]
+    layout: str
+    entries: tuple[Entry, ...]
+    kept: tuple[Kept, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """`quantized 210 of 212 matrices to uint4:group=64 (layout gptq)`."""
+        matrices = len(self.entries) + sum(kept.is_weight for kept in self.kept)
+        spelled = ", ".join(sorted({entry.format.spell() for entry in self.entries}))
+        return (
+            f"quantized {len(self.entries)} of {matrices} matrices to {spelled} "
+            f"(layout {self.layout})"
+        )
+
+
+class TensorSource(RoundingSource):
+    """A float tensor of a checkpoint, rounded whenever it is read."""
+
+    def __init__(self, tensor: FloatTensor, fmt: Format, scale_dtype: ir.DataType) -> None:
+        super().__init__()
+        self.tensor, self.format, self.scale_dtype = tensor, fmt, scale_dtype
+        self.n, self.k = tensor.shape
+        self.name = tensor.name
+
+    def read(self, start: int, stop: int) -> Array:
+        """See `RoundingSource.read`."""
+        return np.asarray(self.tensor.rows(start, stop), np.float32)
+
+
+class SolvedTensorSource(TensorSource):
+    """A float tensor of a checkpoint on ranges that a solver chooses from the rows themselves."""
+
+    def __init__(
+        self, tensor: FloatTensor, fmt: Format, scale_dtype: ir.DataType, solver: Ranges
+    ) -> None:
+        super().__init__(tensor, fmt, scale_dtype)
+        self.solver = solver
+
+    def read(self, start: int, stop: int) -> Array:
+        """See `RoundingSource.read`; numbers that are none would spoil the search."""
+        rows = super().read(start, stop)
+        self.check_finite(rows, start)
+        return rows
+
+    def round(self, rows: Array, fitted: Format) -> QuantizedWeight:
+        """See `RoundingSource.round`."""
+        import torch
+
+        weights = torch.from_numpy(rows)
+        return self.solver.fit(Problem(weights, weights, fitted, self.scale_dtype, None))
+
+
+def quantize_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    layout: str = "compressed-tensors",
+    format: str | None = None,  # noqa: A002
+    group: int | None = None,
+    solver: str = "rtn",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Quantized:
+    """Round the matrices of a float checkpoint to nearest and write them in a server's layout.
+
+    Rows are read, rounded and packed in blocks: a model of any size takes the memory of its
+    largest packed weight and 64 MB of floats.
+
+    Args:
+        checkpoint: a Hugging Face folder, or a safetensors file.
+        output: the folder to write (of layouts of one file, the file); it must not exist.
+        layout: `compressed-tensors`, `gptq`, `awq`, `fp8`, … as the registry names them.
+        format: as `optimize` takes them; None for the layout's own, in groups that divide K.
+        group: a group size for it, 0 for the whole row.
+        solver: one that needs neither data nor a graph: `rtn`, or `hqq` (which needs torch).
+        include: globs on names of tensors or modules: only these are quantized, embeddings and
+            heads too where they are named.
+        exclude: globs: these stay in float.
+
+    Raises:
+        InputError: no float checkpoint, a pattern that matches nothing, a format that the layout
+            cannot hold.
+        CoverageError: no weight can be quantized.
+    """
+    steps = progress or Silent()
+    ranges = _ranges(solver)
+    opened = open_checkpoint(checkpoint)
+    target: CheckpointLayout = registry.load("checkpoint", layout)
+    _check(opened, Path(output))
+    _check_patterns(include, list(opened.floats))
+    _check_patterns(exclude, list(opened.floats))
+    chosen, kept = _choose(opened, include, exclude)
+    fmt = _format(target, format, group, [tensor.shape[1] for tensor in chosen])
+    if ranges is not None and ranges.left_out(fmt):
+        raise InputError(f"{ranges.left_out(fmt)}: take --solver rtn, or a format with groups")
+    entries = []
+    for tensor in chosen:
+        stored = target.scale_dtype(tensor.dtype)
+        source = TensorSource(tensor, fmt, stored)
+        if ranges is not None:
+            source = SolvedTensorSource(tensor, fmt, stored, ranges)
+        entry = SourceEntry.of(source, tensor.name)
+        reason = target.can_write(entry)
+        if reason is None:
+            entries.append(entry)
+        else:
+            kept.append(_kept(tensor, reason))
+    if not entries:
+        raise CoverageError(_nothing(opened, kept, fmt, layout))
+    names = {entry.name for entry in entries}
+    floats = [tensor for name, tensor in opened.floats.items() if name not in names]
+    folder = opened.path if opened.path.is_dir() else None
+    steps.stage("quantizing", total=1000)
+    files = target.save(
+        Path(output),
+        Outgoing(entries, floats, opened.config, folder),
+        lambda done, total: steps.advance(1000 * done // max(1, total)),
+    )
+    steps.finish()
+    return Quantized(
+        Path(output), tuple(files), layout, tuple(entries), tuple(kept), opened.warnings
+    )
+
+
+def _ranges(name: str) -> Ranges | None:
+    """The solver of that name, if it chooses ranges from the weight alone; None for rounding.
+
+    Raises:
+        InputError: it needs what is not there.
+        MissingExtra: it needs torch, which is not installed.
+    """
+    if name == "rtn":
+        return None
+    found = registry.load("solver", name)
+    if found.needs_data or not issubclass(found, Ranges):
+        raise InputError(
+            f"solver {name} needs data and a graph, which a checkpoint is not: wanted rtn or hqq, "
+            "or qgraph export, which takes any solver"
+        )
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtra("torch", "torch", f"solver {name}", "Or take --solver rtn.")
+    ranges: Ranges = found()
+    return ranges
+
+
+def _check(opened: Checkpoint, output: Path) -> None:
+    """Refuse what is quantized already, and an output within the input."""
+    if opened.layout != FLOAT:
+        raise InputError(
+            f"{opened.path} is quantized already (layout {opened.layout}): rounding again would "
+            "lose quality; wanted the float checkpoint that it was made from"
+        )
+    parents = [output.absolute(), *output.absolute().parents]
+    if opened.path.is_dir() and any(same_file(parent, opened.path) for parent in parents):
+        raise InputError(f"{output} lies in {opened.path}: choose a folder outside the input")
+
+
+def _choose(
+    opened: Checkpoint, include: Sequence[str], exclude: Sequence[str]
+) -> tuple[list[FloatTensor], list[Kept]]:
+    """The tensors to be quantized, and why each of the others is not."""
+    chosen, kept = [], []
+    for name, tensor in opened.floats.items():
+        reason = _reason(name, tensor, include, exclude)
+        if reason is None:
+            chosen.append(tensor)
+        else:
+            kept.append(_kept(tensor, reason))
+    return chosen, kept
+
+
+def _reason(
+    name: str, tensor: FloatTensor, include: Sequence[str], exclude: Sequence[str]
+) -> str | None:
+    """Why a tensor stays in float, or None."""
+    if len(tensor.shape) != 2:
+        return f"rank {len(tensor.shape)}"
+    if tensor.dtype.name not in FLOATS:
+        return f"its type is {tensor.dtype.name}"
+    if any(_matches(name, pattern) for pattern in exclude):
+        return "excluded"
+    if include:
+        named = any(_matches(name, pattern) for pattern in include)
+        return None if named else "not included"
+    if not name.endswith(".weight") or any(_matches(name.lower(), glob) for glob in LEFT_IN_FLOAT):
+        return "no linear by its name (--include takes it)"
+    return None
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a glob matches a tensor's name or its module's."""
+    module = name.removesuffix(".weight")
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(module, pattern)
+
+
+def _kept(tensor: FloatTensor, reason: str) -> Kept:
+    size = int(np.prod(tensor.shape)) * tensor.dtype.itemsize
+    return Kept(tensor.name, reason, len(tensor.shape) == 2, size)
+
+
+def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse patterns that match no tensor."""
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in names):
+            words = {word for name in names for word in (name, *name.split("."))}
+            near = did_you_mean(pattern.strip("*"), sorted(words))
+            shown = ", ".join(names[:3])
+            raise InputError(
+                f"{pattern!r} matches no tensor{near} (there are {len(names)}, such as {shown})"
+            )
+
+
+def _format(
+    layout: CheckpointLayout, spelled: str | None, group: int | None, widths: Sequence[int]
+) -> Format:
+    """The format that was asked for, or the layout's own with one group that divides every K."""
+    if spelled is not None or group is not None:
+        own = layout.default_format.partition(":")[0] if spelled is None else spelled
+        return parse(own, group=group)
+    found = parse(layout.default_format)
+    if "group" not in found.options or not found.group or not widths:
+        return found
+    fitting = min(dividing_group(width, found.group) for width in widths)
+    return dataclasses.replace(found, group=fitting)
+
+
+def _nothing(opened: Checkpoint, kept: Sequence[Kept], fmt: Format, layout: str) -> str:
+    """Why nothing was quantized."""
+    reasons = [item.reason for item in kept if item.is_weight] or ["it has no matrices"]
+    most = max(set(reasons), key=reasons.count)
+    return (
+        f"nothing in {opened.path} can be quantized to {fmt.spell()} in the layout {layout}: "
+        f"{most} ({reasons.count(most)} of {len(reasons)})"
+    )

@@ -1,0 +1,106 @@
+"""Float weights, rounded to nearest block by block of rows whenever they are asked for."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+
+import numpy as np
+
+from qgraph.errors import InputError
+from qgraph.formats.base import Array, Format, QuantizedWeight
+from qgraph.quant_tensor import Deviation, QuantSource
+
+
+class RoundingSource(QuantSource):
+    """Rows that `read` gives, rounded; what a format has to know of all rows is found once."""
+
+    def __init__(self) -> None:
+        self._surveying = threading.Lock()
+        self._known: Format | None = None
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Array:
+        """Rows `start:stop` of the weight, floats of any type, lying as they are stored."""
+
+    def exact(self, start: int, stop: int) -> Array:
+        """Rows `start:stop`, float32."""
+        return np.asarray(self.read(start, stop), np.float32)
+
+    def block(self, start: int, stop: int) -> QuantizedWeight:
+        """Rows `start:stop`.
+
+        Raises:
+            InputError: NaN or infinity in the rows, or a scale that float16 cannot hold.
+        """
+        fitted = self.fitted()
+        rows = self.read(start, stop)
+        try:
+            found = self.round(rows, fitted)
+        except OverflowError as error:
+            self.check_finite(rows, start)
+            row, group = error.args[1]
+            raise InputError(
+                f"weight {self.name}: row {start + row}, group {group}: "
+                f"{error.args[0].rpartition(': ')[2]}; "
+                f"keep it in float with --exclude '{self.name}', or convert the model to float32"
+            ) from None
+        if not np.isfinite(found.scales).all():
+            self.check_finite(rows, start)
+        return found
+
+    def round(self, rows: Array, fitted: Format) -> QuantizedWeight:
+        """Some rows in `fitted`, the format that knows of the whole weight what it has to."""
+        return fitted.quantize(rows, self.scale_dtype)
+
+    def fitted(self) -> Format:
+        """The format, knowing of the whole weight what it has to."""
+        if not self.format.needs_survey:
+            return self.format
+        with self._surveying:
+            if self._known is None:
+                self._known = self.format.fitted([self._survey(*rows) for rows in self.blocks()])
+        return self._known
+
+    def _survey(self, start: int, stop: int) -> Array:
+        rows = self.read(start, stop)
+        found = self.format.survey(rows)
+        if not np.isfinite(found).all():
+            self.check_finite(rows, start)
+        return found
+
+    def check_finite(self, rows: Array, start: int) -> None:
+        """Refuse NaN and infinity in rows from `start` on.
+
+        Raises:
+            InputError: names the first.
+        """
+        bad = np.argwhere(~np.isfinite(rows))
+        if not len(bad):
+            return
+        row, column = (int(i) for i in bad[0])
+        raise InputError(
+            f"weight {self.name}: NON_FINITE_WEIGHT: {rows[row, column]} at row {start + row}, "
+            f"column {column} ({len(bad)} such values in {len(rows)} rows); repair the "
+            f"checkpoint, or keep it as it is with --exclude '{self.name}'"
+        )
+
+    def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:
+        """Compare with the float rows: within half a step, as the format states it."""
+        rows = self.exact(start, stop)
+        error = self.format.dequantize(weight)
+        np.subtract(rows, error, out=error)
+        bound = self.format.error_bound(weight)
+        worst = _worst_ratio(error, bound, self.format.group)
+        flat, weights = error.reshape(-1), rows.reshape(-1)
+        return Deviation(worst, float(flat @ flat), float(weights @ weights))
+
+
+def _worst_ratio(error: Array, bound: Array, group: int) -> float:
+    """The largest |error| / bound over all groups; a zero bound allows a zero error only."""
+    k = error.shape[1]
+    starts = np.arange(0, k, group or k)
+    largest = np.maximum.reduceat(np.abs(error), starts, axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(largest == 0, 0, largest / bound)
+    return float(ratio.max(initial=0))

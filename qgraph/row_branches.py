@@ -1,0 +1,84 @@
+"""Two ways through a graph, by the number of rows: what of them is one site.
+
+    few = Less(Size(x), T · K)                  x: the activation [.., K] of a linear
+    y = If(few) {nodes, as they were} else {their copies, each under its name and `/many`}
+
+A site of the first body and its copy are one site with two kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from qgraph.scopes import nodes
+from qgraph.site import Site
+
+MANY = "/many"
+"""Behind the name of a node: its copy for activations of many rows."""
+FEW_BODY, MANY_BODY = "then_branch", "else_branch"
+
+
+def joined(sites: Sequence[Site], model: ir.Model) -> list[Site]:
+    """`sites`, those of one node and its copy as one; a dequantized copy is not lowered yet."""
+    found = list(sites)
+    for node in model.graph:
+        if node.op_type == "If" and not node.domain and node.name and _is_ours(node):
+            found = _joined(found, node)
+    return found
+
+
+def _is_ours(node: ir.Node) -> bool:
+    body = _body(node, MANY_BODY)
+    return body is not None and any((each.name or "").endswith(MANY) for each in body)
+
+
+def _body(node: ir.Node, name: str) -> ir.Graph | None:
+    attribute = node.attributes.get(name)
+    if attribute is None or attribute.type != ir.AttributeType.GRAPH:
+        return None
+    return attribute.as_graph()
+
+
+def _joined(sites: list[Site], branch: ir.Node) -> list[Site]:
+    few, many = (_body(branch, name) for name in (FEW_BODY, MANY_BODY))
+    assert many is not None
+    first = {id(node) for node in nodes(few)} if few is not None else set()
+    second = {id(node) for node in nodes(many)}
+    copies = {
+        site.name.removesuffix(MANY): site
+        for site in sites
+        if id(site.node) in second and site.name.endswith(MANY) and site.state != "dequantize"
+    }
+    mine = {site.name for site in sites if id(site.node) in first and site.name in copies}
+    rows = _from_rows(branch, sites)
+    gone = {id(copies[name]) for name in mine}
+    return [
+        dataclasses.replace(site, many=copies[site.name], from_rows=rows)
+        if site.name in mine and id(site.node) in first
+        else site
+        for site in sites
+        if id(site) not in gone
+    ]
+
+
+def _from_rows(branch: ir.Node, sites: Sequence[Site]) -> int:
+    """The number of rows from which on the second body runs; 0 where it cannot be told."""
+    less = branch.inputs[0].producer() if branch.inputs[0] is not None else None
+    if less is None or less.op_type != "Less" or len(less.inputs) != 2:
+        return 0
+    size, limit = less.inputs
+    counted = size.producer() if size is not None else None
+    x = counted.inputs[0] if counted is not None and counted.op_type == "Size" else None
+    k = next((site.k for site in sites if site.k and x is not None and _reads(site, x)), 0)
+    tensor = limit.const_value if limit is not None else None
+    if not k or tensor is None or tensor.size != 1:
+        return 0
+    return int(tensor.numpy().reshape(())) // k
+
+
+def _reads(site: Site, x: ir.Value) -> bool:
+    read = site.node.inputs if site.integer is None else (site.integer.x,)
+    return any(value is x for value in read)

@@ -1,0 +1,158 @@
+"""Times of kernels on one machine: what was measured, and the file in which it is kept.
+
+A table is good for one processor, one number of threads and one version of the runtime. Others
+that lie in the same folder are left alone, and said to be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qgraph.errors import InputError
+from qgraph.recipe import FLOAT
+from qgraph.user_cache import cache_folder
+
+SCHEMA = 1
+_FOLDER = "tune"
+_LARGEST = 16_000_000
+"""Bytes: a larger file is no table of ours."""
+
+
+class Candidate(NamedTuple):
+    """A way to compute a linear: the weight's format and how the activation is rounded."""
+
+    format: str
+    activations: str = FLOAT
+
+    @property
+    def name(self) -> str:
+        """`uint4:group=64`, `int8-row × int8-row`."""
+        return self.format if self.activations == FLOAT else f"{self.format} × {self.activations}"
+
+
+class Measured(NamedTuple):
+    """What was measured: a candidate at one size `[N, K]`, type and number of rows."""
+
+    n: int
+    k: int
+    dtype: str
+    candidate: str
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What times depend on. runtime: with its version. threads: within an operator."""
+
+    cpu: str
+    threads: int
+    runtime: str
+
+    @property
+    def file(self) -> Path:
+        """Where this machine's table lies, or would."""
+        text = json.dumps(dataclasses.astuple(self))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return cache_folder() / _FOLDER / f"{digest}.json"
+
+    def __str__(self) -> str:
+        return f"{self.cpu}, {self.threads} threads, {self.runtime}"
+
+
+@dataclasses.dataclass
+class Table:
+    """Seconds of one linear by what was measured; a candidate that does not run has none."""
+
+    machine: Machine
+    seconds: dict[Measured, float | None] = dataclasses.field(default_factory=dict)
+
+    def missing(self, wanted: Iterable[Measured]) -> list[Measured]:
+        """Those of `wanted` that have not been tried."""
+        return [item for item in wanted if item not in self.seconds]
+
+    def to_json(self) -> dict[str, Any]:
+        """The versioned form."""
+        rows = [
+            {**item._asdict(), "seconds": seconds} for item, seconds in sorted(self.seconds.items())
+        ]
+        return {"schema": SCHEMA, **dataclasses.asdict(self.machine), "measured": rows}
+
+    def save(self) -> Path:
+        """Write the table where the next run finds it, whole or not at all.
+
+        Raises:
+            InputError: the cache folder cannot be written.
+        """
+        path = self.machine.file
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
+            ) as file:
+                json.dump(self.to_json(), file, indent=1)
+            os.replace(file.name, path)
+        except OSError as error:
+            raise InputError(
+                f"the measured times cannot be kept in {path.parent}: {error.strerror}; "
+                "QGRAPH_CACHE names another folder"
+            ) from None
+        return path
+
+
+def load(machine: Machine) -> tuple[Table, list[str]]:
+    """This machine's table, empty where there is none, and notes on what was not used."""
+    path = machine.file
+    notes: list[str] = []
+    table = Table(machine)
+    if path.exists():
+        found = _read(path)
+        if isinstance(found, str):
+            notes.append(f"the measured times in {path} are ignored: {found}; --tune makes new")
+        elif found.machine != machine:
+            notes.append(_foreign(path, found.machine))
+        else:
+            return found, notes
+    for other in sorted(path.parent.glob("*.json")) if path.parent.is_dir() else ():
+        found = _read(other) if other != path else ""
+        if isinstance(found, Table) and found.machine != machine:
+            notes.append(_foreign(other, found.machine))
+    return table, notes
+
+
+def _foreign(path: Path, machine: Machine) -> str:
+    return f"the measured times in {path} are ignored: they are of another machine ({machine})"
+
+
+def _read(path: Path) -> Table | str:
+    """The table in a file, or what is wrong with it: a file can say anything."""
+    try:
+        if path.stat().st_size > _LARGEST:
+            return "the file is too large"
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        return f"the file is damaged ({type(error).__name__})"
+    if not isinstance(content, Mapping) or content.get("schema") != SCHEMA:
+        return f"the file is not of schema {SCHEMA}"
+    try:
+        machine = Machine(str(content["cpu"]), int(content["threads"]), str(content["runtime"]))
+        rows = [_row(item) for item in content["measured"]]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        return f"the file is damaged ({type(error).__name__} {error})"
+    return Table(machine, dict(rows))
+
+
+def _row(item: Mapping[str, Any]) -> tuple[Measured, float | None]:
+    n, k, rows = (int(item[key]) for key in ("n", "k", "rows"))
+    seconds = item["seconds"]
+    if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"{seconds} seconds")
+    key = Measured(n, k, str(item["dtype"]), str(item["candidate"]), rows)
+    return key, None if seconds is None else float(seconds)

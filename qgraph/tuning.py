@@ -1,0 +1,151 @@
+"""`--tune` and `--for`: times of kernels on this machine, and the plan that is made by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import onnx
+import onnx_ir as ir
+
+from qgraph.alone import time_alone
+from qgraph.capabilities import Capabilities
+from qgraph.errors import CoverageError, InputError
+from qgraph.graph import Graph
+from qgraph.machine import cpu_name, usable_cores
+from qgraph.one_op import float_linear
+from qgraph.plan import QuantPlan
+from qgraph.progress import Progress
+from qgraph.purposes import candidates_of, plan_for, sizes_of
+from qgraph.quant_tensor import QuantTensor
+from qgraph.recipe import FLOAT, Override, Recipe
+from qgraph.sites import Site
+from qgraph.tune_table import Candidate, Machine, Measured, Table, load
+
+if TYPE_CHECKING:
+    from qgraph.runtimes.base import Runtime
+
+ROUNDS = 5
+MOST_ELEMENTS = 32_000_000
+"""Of a weight that is measured; of larger ones that many, all rows being alike."""
+_NAMES = {"float": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
+
+
+def plan_by_purpose(
+    graph: Graph,
+    sites: Sequence[Site],
+    recipe: Recipe,
+    capabilities: Capabilities,
+    runtime: Runtime,
+    *,
+    tune: bool,
+    progress: Progress,
+) -> tuple[QuantPlan, list[str]]:
+    """The plan for the recipe's purpose, by this machine's times where there are any; notes.
+
+    tune: measure what is missing, and keep it.
+
+    Raises:
+        InputError: see `make_plan`; or `tune` where the target's runtime is not installed.
+    """
+    if tune and not runtime.available():
+        raise InputError(
+            f"--tune measures {runtime.target}, and {runtime.provider} is not installed here: "
+            "leave it out, or run it where the model will run"
+        )
+    table, notes = load(Machine(cpu_name(), usable_cores(), capabilities.runtime))
+    if tune:
+        fill(table, sites, recipe, capabilities, runtime, progress)
+    elif not table.seconds:
+        notes.append(
+            f"--for {recipe.purpose} goes by rule: nothing was measured here; --tune measures"
+        )
+    plan, times = plan_for(sites, recipe, capabilities, table, graph.model.graph)
+    return plan, [*notes, *times]
+
+
+def fill(
+    table: Table,
+    sites: Sequence[Site],
+    recipe: Recipe,
+    capabilities: Capabilities,
+    runtime: Runtime,
+    progress: Progress,
+) -> None:
+    """Measure what `table` lacks of the sizes of a model's linears; kept size by size."""
+    sizes = sizes_of(sites, recipe, capabilities)
+    ways = candidates_of(sites, recipe, capabilities)
+    progress.stage("tune", total=len(sizes))
+    count = 0
+    for done, (n, k, dtype, rows) in enumerate(sizes, 1):
+        wanted = {Measured(n, k, dtype, way.name, each): way for way in ways for each in rows}
+        missing = table.missing(wanted)
+        if missing:
+            count += len(missing)
+            # All ways again, at the rows that lack any: only what ran turn by turn is compared.
+            again = sorted({item.rows for item in missing})
+            _measure(table, n, k, dtype, ways, again, runtime)
+            table.save()
+        progress.advance(done)
+    words = f"{count} times measured" if count else "all times were known"
+    progress.finish(f"{words}, {len(sizes)} sizes, kept in {table.machine.file}")
+
+
+def _measure(
+    table: Table,
+    n: int,
+    k: int,
+    dtype: str,
+    ways: Sequence[Candidate],
+    rows: Sequence[int],
+    runtime: Runtime,
+) -> None:
+    """Time every way of one size; one that does not run here is noted as such."""
+    share = min(n, max(1, MOST_ELEMENTS // k))
+    plain = float_linear(share, k, _NAMES[dtype])
+    models: dict[str, ir.Model] = {}
+    for way in ways:
+        model = _model(plain, way, runtime.target)
+        if model is not None:
+            models[way.name] = model
+        else:
+            for count in rows:
+                table.seconds[Measured(n, k, dtype, way.name, count)] = None
+    timed = time_alone(runtime, models, rows, rounds=ROUNDS)
+    for count, timings in timed.items():
+        for name, timing in timings.items():
+            table.seconds[Measured(n, k, dtype, name, count)] = timing.median * n / share
+
+
+def _model(plain: ir.Model, way: Candidate, target: str) -> ir.Model | None:
+    """A linear as a candidate computes it, made by the passes; None where no kernel takes it."""
+    if way.format == FLOAT:
+        return plain
+    from qgraph.optimizing import Run
+    from qgraph.progress import Silent
+
+    rounded = way.activations != FLOAT
+    overrides = (Override("*", way.format, None, way.activations),) if rounded else ()
+    fmt = "auto" if rounded else way.format
+    recipe = Recipe(format=fmt, overrides=overrides, min_elements=0, unfused=FLOAT)
+    run = Run(recipe, target, Silent(), False, 0.0, False, dry_run=True)
+    try:
+        found = run.optimize(plain, None, single_file=False, force=False, report=None)
+    except CoverageError:
+        return None
+    model = found.graph.model
+    for value in model.graph.initializers.values():
+        if isinstance(value.const_value, QuantTensor):
+            value.const_value = _computed(value.const_value)
+    return model
+
+
+def _computed(tensor: QuantTensor) -> ir.TensorProtocol:
+    """The tensor in memory, so that copies of it are not rounded again."""
+    proto = onnx.TensorProto(
+        name=tensor.name,
+        data_type=tensor.dtype.value,
+        dims=tensor.shape.numpy(),
+        raw_data=tensor.tobytes(),
+    )
+    return ir.serde.TensorProtoTensor(proto)

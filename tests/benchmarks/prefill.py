@@ -1,0 +1,141 @@
+"""SmolLM2-135M on a prompt and on one token, by what it was made for.
+
+    python tests/benchmarks/prefill.py --text TEST --calibrate TRAIN \
+        --out tests/benchmarks/results/prefill.json
+
+A prompt of 256 tokens: `--for prefill` against float and against 4 bits (groups of 64). One token
+without a cache: `--for both` against `--for decode`. Each figure is a process of its own, the sides
+alternate, and the order turns; ratios of medians with the range over the rounds. Kernels are
+chosen by times measured here (`--tune`), kept in the user's cache. With `--calibrate`, a prefill
+model with smoothed channels and float outlier columns besides; with `--text`, what each loses (KL
+to float, nats a token, blocks of 256 tokens).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+
+import qgraph
+from qgraph.machine import cpu_name, usable_cores
+from qgraph.models import smollm2
+
+HERE = Path(__file__).parent
+PROMPT, TOKEN = 256, 1
+OUTLIERS = 8
+
+
+def made(folder: Path, source: Path, calibrate: Path | None, samples: int) -> dict[str, Any]:
+    """The models, by side, with what `optimize` says of each."""
+    asked: dict[str, dict[str, Any]] = {
+        "int4": {"group": 64},
+        **{name: {"purpose": name, "tune": True} for name in ("decode", "prefill", "both")},
+    }
+    if calibrate is not None:
+        asked["prefill_smoothed"] = {
+            "purpose": "prefill", "tune": True, "solver": "smoothquant+rtn",
+            "outliers": OUTLIERS, "calibrate": str(calibrate), "samples": samples,
+            "tokenizer": str(smollm2.tokenizer()),
+        }  # fmt: skip
+    found: dict[str, Any] = {}
+    for side, options in asked.items():
+        result = qgraph.optimize(source, folder / f"{side}.onnx", **options)
+        totals = result.report.totals
+        second = [item.many for item in result.plan.decisions if item.many is not None]
+        found[side] = {
+            "mb": totals["bytes_after"] / 1e6,
+            "kernels": totals["kernels"],
+            "second_weights": len(second),
+            "from_rows": second[0].from_rows if second else None,
+            "times": [note for note in result.report.notes if ": at " in note],
+        }
+    return found
+
+
+def run(model: Path, rows: int, seconds: float) -> float:
+    """Milliseconds of one run in a process of its own."""
+    command = [sys.executable, str(HERE / "one_session.py"), str(model), str(rows), str(seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} exited {done.returncode}\n{done.stderr}")
+    return float(json.loads(done.stdout.strip().splitlines()[-1])["ms"])
+
+
+def alternated(
+    models: dict[str, Path], rows: int, base: str, rounds: int, seconds: float
+) -> dict[str, Any]:
+    """Times of all sides, and how many times as long as `base` each takes."""
+    times: dict[str, list[float]] = {side: [] for side in models}
+    order = list(models)
+    for _ in range(rounds):
+        for side in order:
+            times[side].append(run(models[side], rows, seconds))
+        order = [*order[1:], *order[:1]]
+    result: dict[str, Any] = {"rows": rows, "of": base, "rounds": rounds, "sides": {}}
+    for side, taken in times.items():
+        ratios = [a / b for a, b in zip(taken, times[base], strict=True)]
+        result["sides"][side] = {
+            "ms": statistics.median(taken),
+            "ratio": statistics.median(taken) / statistics.median(times[base]),
+            "range": [min(ratios), max(ratios)],
+        }
+    return result
+
+
+def losses(source: Path, models: dict[str, Path], text: Path, samples: int) -> dict[str, float]:
+    """KL to float by side; a model for both runs its second weights on blocks of 256 tokens."""
+    found = {}
+    for side, model in models.items():
+        compared = qgraph.compare(
+            source, model, text=text, tokenizer=smollm2.tokenizer(), samples=samples,
+            sequence=PROMPT, sites=False,
+        )  # fmt: skip
+        assert compared.divergence is not None
+        found[side] = compared.divergence.mean
+    return found
+
+
+def main() -> None:
+    """Run every part and print the result; with --out write the result file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--calibrate", type=Path)
+    parser.add_argument("--calibration-samples", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    arguments = parser.parse_args()
+    source = smollm2.build(variant="plain")
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{usable_cores()} cores, {cpu_name()}",
+        "versions": {"qgraph": qgraph.__version__, "onnxruntime": ort.__version__},
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        result["models"] = made(folder, source, arguments.calibrate, arguments.calibration_samples)
+        models = {side: folder / f"{side}.onnx" for side in result["models"]}
+        prompt = {"float": source, **{k: v for k, v in models.items() if k != "decode"}}
+        timing = (arguments.rounds, arguments.seconds)
+        result["prompt"] = alternated(prompt, PROMPT, "prefill", *timing)
+        token = {"float": source, **{k: v for k, v in models.items() if "prefill" not in k}}
+        result["token"] = alternated(token, TOKEN, "decode", *timing)
+        if arguments.text is not None:
+            result["kl"] = losses(source, models, arguments.text, arguments.samples)
+    print(json.dumps(result, indent=1))
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
