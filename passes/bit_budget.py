@@ -29,6 +29,8 @@ from qgraph.stages import Stage
 
 PROBED_TOKENS = 256
 """Tokens on which the loss of each weight alone is measured."""
+RULED_OUT = 1e9
+"""The loss of an option that cannot be made."""
 FAR = 4.0
 """Losses that are scaled up by more are measured, once a plan wants them."""
 
@@ -141,6 +143,16 @@ class BitBudget:
             other + sum(item.packed_bytes for item in fixed),
         )
 
+    def forbid(self, proposal: Proposal, made: QuantPlan) -> bool:
+        """Rule out the options that came to nothing: weights that stayed in float after all."""
+        losses = [each.copy() for each in self.problem.losses]
+        found = False
+        for unit, each, at in zip(self.units, losses, proposal.options, strict=True):
+            if at in unit.rounded and not all(made[site].quantized for site in unit.sites):
+                each[at], found = RULED_OUT, True
+        self.problem = dataclasses.replace(self.problem, losses=tuple(losses))
+        return found
+
     def propose(self, limit: float | None = None) -> Proposal | None:
         """The best plan within the recipe's bits or bytes, or the smallest within a sum of losses.
 
@@ -157,7 +169,7 @@ class BitBudget:
         else:
             assert limit is not None
             picked = problem.within_loss(limit)
-        if picked is None:
+        if picked is None or problem.loss(picked.options) >= RULED_OUT:
             self._refuse_size()
             return None
         return self._proposal(picked.options, picked.gap)
@@ -192,7 +204,10 @@ class BitBudget:
     def _refuse_size(self) -> None:
         """Say what the smallest plan is, where the recipe asks for less."""
         problem, recipe = self.problem, self.recipe
-        smallest = [int(size.argmin()) for size in problem.sizes]
+        smallest = [
+            int(np.where(losses < RULED_OUT, size, np.inf).argmin())
+            for size, losses in zip(problem.sizes, problem.losses, strict=True)
+        ]
         if recipe.target_bits is not None:
             raise InputError(
                 f"--target-bits {recipe.target_bits:g}: the candidates take at least "

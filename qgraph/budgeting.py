@@ -171,12 +171,18 @@ class Judge:
             where = f"`qgraph explain {self.report}` shows that plan"
         raise NumericError(f"{words}; nothing was written; {where}")
 
-    def verdict(self, candidate: Path | ir.Model, nbytes: int) -> QuantPlan | None:
+    def verdict(self, made: QuantPlan, candidate: Path | ir.Model, nbytes: int) -> QuantPlan | None:
         """Measure a model that was made; None where it is good, else the plan of the next one.
+
+        made: its plan, with weights in float that checks did not let be quantized as proposed.
 
         Raises:
             NumericError: the loss is above the bound, and no other plan is left to try.
         """
+        budget, proposal = self.budget, self.proposal
+        if budget is not None and proposal is not None and budget.forbid(proposal, made):
+            self.proposal = self._settled(budget)
+            return self.proposal.plan
         loss = self.measured = self._measure(candidate)
         if self.budget is None or self.proposal is None or self._last:
             self._gate(loss)

@@ -169,7 +169,7 @@ class Run:
         if output is None:
             while True:
                 lowered, made = self._lower(graph, plan, capabilities)
-                again = self._judged(lowered.model, stored_bytes(lowered.model))
+                again = self._judged(made, lowered.model, stored_bytes(lowered.model))
                 if again is None:
                     return self._result(lowered, made, [], before, report)
                 plan = again
@@ -252,12 +252,12 @@ class Run:
         self._gate(plan, report)
         return plan
 
-    def _judged(self, candidate: Path | ir.Model, nbytes: int) -> QuantPlan | None:
+    def _judged(self, plan: QuantPlan, candidate: Path | ir.Model, nbytes: int) -> QuantPlan | None:
         """Measure what was made on samples that were held out; a plan where it is to be another."""
         if self.judge is None:
             return None
         self._start("compare")
-        again = self.judge.verdict(candidate, nbytes)
+        again = self.judge.verdict(plan, candidate, nbytes)
         self.progress.finish(self.judge.line)
         if again is not None:
             self.findings = Findings(imported=self.findings.imported)
@@ -387,7 +387,7 @@ class Run:
                 self._describe(lowered.model, self._as_solved(plan), errors)
                 self._add_errors(errors)
                 self._load(lowered.model, data, save)
-                again = self._tried(data, save)
+                again = self._tried(plan, data, save)
                 if again is not None:
                     plan = again
                     continue
@@ -436,12 +436,16 @@ class Run:
         ]
         return True
 
-    def _tried(self, data: DataFile, save: Save) -> QuantPlan | None:
+    def _tried(self, plan: QuantPlan, data: DataFile, save: Save) -> QuantPlan | None:
         """What `_judged` says of the files, before they get their names."""
         if self.judge is None:
             return None
         plans: list[QuantPlan | None] = []
-        save.trial(lambda path: plans.append(self._judged(path, data.size + path.stat().st_size)))
+
+        def judge(path: Path) -> None:
+            plans.append(self._judged(plan, path, data.size + path.stat().st_size))
+
+        save.trial(judge)
         return plans[0]
 
     def _load(self, model: ir.Model, data: DataFile, save: Save) -> None:

@@ -345,3 +345,26 @@ def test_bfloat16_in_torch(fmt: Format, tmp_path: Path) -> None:
     assert found.dtype == ml_dtypes.bfloat16
     error = np.linalg.norm(found.astype(np.float64) - wanted) / np.linalg.norm(wanted)
     assert error < 1e-2
+
+
+@pytest.mark.parametrize("scale", ["tensor", "row", "block"])
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+def test_a_row_of_zeros_gives_zeros_in_fp8(kind: str, scale: str, tmp_path: Path) -> None:
+    """An optimizing ONNX Runtime divides by the scales of a transposed FP8 weight."""
+    weight = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    weight[:, 3] = 0
+    if scale == "tensor":
+        weight[:] = 0
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 21]>'
+        "g (float[m, 64] x) => (float[m, 64] y) { y = MatMul(x, w) }"
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(model, tmp_path / "m.onnx")
+    qgraph.optimize(
+        tmp_path / "m.onnx", tmp_path / "q.onnx", format=f"fp8-{kind}:scale={scale}", min_elements=1
+    )
+    x = np.ones((2, 64), np.float32)
+    y = qgraph.open(tmp_path / "q.onnx").run({"x": x})["y"]
+    assert np.isfinite(y).all()
+    assert (y[:, 3] == 0).all()

@@ -11,6 +11,7 @@ import pytest
 from decoders import encoder
 
 import qgraph
+from qgraph import optimizing
 from qgraph.errors import InputError, NumericError
 from qgraph.mixed import Option, Problem, Unit
 from qgraph.models import tiny
@@ -191,3 +192,20 @@ def test_a_problem_by_hand() -> None:
         "bit budget: b loses 4.0e+00, 2.0e+00 at a (+0.004 kB)"
     )
     assert problem.summary((0, 1, 0)) == "2 × a, 1 × b"
+
+
+def test_what_a_check_keeps_in_float_is_not_proposed_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight that 2 bits lose stays in float after all: another plan keeps the bits, or none."""
+    candidates = ("uint2:group=32", "uint4:group=256", "uint4:group=32", "int8")
+    asked: dict[str, Any] = {"calibrate": DATA, "candidates": candidates}
+    first = qgraph.optimize(model, tmp_path / "a.onnx", target_bits=4.28, **asked)
+    assert "uint2:group=32" in {item.format for item in first.plan.decisions}
+    monkeypatch.setattr(optimizing, "LOST", 0.3)
+    second = qgraph.optimize(model, tmp_path / "b.onnx", target_bits=4.28, **asked)
+    assert bits(second) <= 4.28
+    assert not {None, "uint2:group=32"} & {item.format for item in second.plan.decisions}
+    with pytest.raises(InputError, match=r"at least 4\.25 bits a weight"):
+        qgraph.optimize(model, tmp_path / "c.onnx", target_bits=4.2, **asked)
+    assert not (tmp_path / "c.onnx").exists()

@@ -102,9 +102,14 @@ def test_prefill_takes_what_is_faster(graph: Any) -> None:
 
 def test_nearly_as_fast_leaves_what_was_asked_for(graph: Any) -> None:
     near = table(uint4={256: 1.04}, w8a8={256: 1.0})
-    assert linear(graph, near, purpose="prefill").format == UINT4
+    assert linear(graph, near, purpose="prefill", format=UINT4).format == UINT4
     groups = table(uint4={1: 1.04}, uint4_128={1: 1.0})
     assert linear(graph, groups, purpose="decode").format == UINT4
+
+
+def test_of_nearly_equal_ones_prefill_takes_the_weight_of_more_bits(graph: Any) -> None:
+    near = table(uint4={256: 1.0}, w8a8={256: 1.09})
+    assert linear(graph, near, purpose="prefill").format == "int8-row"
 
 
 def test_a_faster_group_is_taken_where_the_group_was_left_open(graph: Any) -> None:

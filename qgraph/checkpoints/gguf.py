@@ -126,7 +126,8 @@ def rows_of(stored: StoredTensor, places: Array | None, start: int, stop: int) -
         return stored.rows(start, stop)
     wanted = places[start:stop]
     first = int(wanted.min())
-    return stored.rows(first, int(wanted.max()) + 1)[wanted - first]
+    rows: Array = stored.rows(first, int(wanted.max()) + 1)[wanted - first]
+    return rows
 
 
 class Gguf:
@@ -142,7 +143,8 @@ class Gguf:
     def read(self, stored: Stored) -> Checkpoint:
         """See `CheckpointLayout.read`."""
         file = read_header(stored.path)
-        names, warnings = names_of(file), ()
+        names = names_of(file)
+        warnings: tuple[str, ...] = ()
         if not names.known:
             warnings = (
                 f"the architecture {names.architecture!r} is not known: tensors keep the names "

@@ -115,7 +115,8 @@ def _q4_1(data: Array) -> Blocks:
 
 def _fifth(high: Array, low: Array) -> Array:
     """5-bit codes: the highest bits u8 `[m, 4]` in order, the low ones `[m, 16]` in planes."""
-    return _planes(low, 4, 16) | unpack_bits(high, 1) << np.uint8(4)
+    codes: Array = _planes(low, 4, 16) | unpack_bits(high, 1) << np.uint8(4)
+    return codes
 
 
 def _q5_0(data: Array) -> Blocks:

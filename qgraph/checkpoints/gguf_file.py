@@ -119,8 +119,8 @@ class _Reader:
         version = self.scalar("<u4", "the version")
         if version not in _VERSIONS:
             big = version & 0xFFFF == 0
-            found = "big-endian" if big else f"of version {version}"
-            raise InputError(f"{self.path} is {found}: wanted little-endian, version 2 or 3")
+            kind = "big-endian" if big else f"of version {version}"
+            raise InputError(f"{self.path} is {kind}: wanted little-endian, version 2 or 3")
         tensors = self.count("tensors", 24)
         fields = self.fields(self.count("metadata fields", 13))
         places = [self.place() for _ in range(tensors)]

@@ -18,7 +18,7 @@ from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorS
 from qgraph.checkpoints.fp8 import ACTIVATIONS, fp8_reason, read_fp8, unquantized, write_fp8
 from qgraph.checkpoints.tensors import Stored, StoredTensor, finite, part, wanted
 from qgraph.errors import InputError
-from qgraph.formats.base import Array, QuantizedWeight
+from qgraph.formats.base import Array, Part, QuantizedWeight
 from qgraph.formats.fp8 import Fp8
 from qgraph.formats.nvfp4 import NVFP4
 
@@ -34,7 +34,11 @@ class Nvfp4Entry(Entry):
     def rows(self, start: int, stop: int) -> QuantizedWeight:
         """See `Entry.rows`."""
         codes, scales, whole = self._read(start, stop)
-        parts = {"codes": codes, "scales": scales.view(np.uint8), "tensor": whole}
+        parts: dict[Part, Array] = {
+            "codes": codes,
+            "scales": scales.view(np.uint8),
+            "tensor": whole,
+        }
         return self.format.unpack(parts, stop - start, self.k, self.format.default_layout)
 
     def dequantized(self, start: int, stop: int) -> Array:
@@ -43,7 +47,8 @@ class Nvfp4Entry(Entry):
         halves = np.stack([codes & 15, codes >> 4], axis=-1).reshape(stop - start, -1, _GROUP)
         numbers = halves.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
         steps = scales.astype(np.float32) * whole
-        return (numbers * steps[..., None]).reshape(stop - start, self.k)
+        weight: Array = (numbers * steps[..., None]).reshape(stop - start, self.k)
+        return weight
 
     def _read(self, start: int, stop: int) -> tuple[Array, Array, Array]:
         """Codes u8 `[n, K/2]`, scales E4M3 `[n, K/16]` and float32 `[1]` of all."""

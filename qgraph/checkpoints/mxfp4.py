@@ -18,7 +18,7 @@ from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorS
 from qgraph.checkpoints.fp8 import unquantized
 from qgraph.checkpoints.tensors import Stored, StoredTensor, finite, wanted
 from qgraph.errors import InputError
-from qgraph.formats.base import Array, QuantizedWeight, parse
+from qgraph.formats.base import Array, Part, QuantizedWeight, parse
 from qgraph.formats.mx import BLOCK, MXFP4
 
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
@@ -31,7 +31,10 @@ class Mxfp4Entry(Entry):
 
     def rows(self, start: int, stop: int) -> QuantizedWeight:
         """See `Entry.rows`."""
-        parts = {"codes": self._blocks(start, stop), "scales": self._bytes(start, stop)}
+        parts: dict[Part, Array] = {
+            "codes": self._blocks(start, stop),
+            "scales": self._bytes(start, stop),
+        }
         weight = self.format.unpack(parts, stop - start, self.k, self.format.default_layout)
         finite(self.stored["scales"], weight.scales, start)
         return weight
@@ -43,7 +46,8 @@ class Mxfp4Entry(Entry):
         numbers = halves.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
         exponents = self._bytes(start, stop)[..., None].astype(np.int32) - 127
         with np.errstate(over="ignore"):  # 6·2^127 lies beyond float32
-            return np.ldexp(numbers, exponents).reshape(stop - start, self.k)
+            weight: Array = np.ldexp(numbers, exponents).reshape(stop - start, self.k)
+        return weight
 
     def _blocks(self, start: int, stop: int) -> Array:
         """u8 `[n, K/32, 16]`."""

@@ -145,11 +145,10 @@ class Fp8(LevelGroups):
             wide = weight.scales.astype(np.float32)
             repeats = 1 if self.group else count_groups(weight.codes.shape[1], ROWS)
             return {"codes": codes, "scales": np.repeat(wide, repeats, axis=1)}
-        scales = {
-            "tensor": weight.scales[0, 0],
-            "row": weight.scales[:, 0],
-            "block": weight.scales,
-        }
+        # ONNX Runtime may move a Transpose through a DequantizeLinear by rounding again, which
+        # divides by the scale: where all codes are 0, any scale says the same as 0 does.
+        safe = np.where(weight.scales == 0, np.ones_like(weight.scales), weight.scales)
+        scales = {"tensor": safe[0, 0], "row": safe[:, 0], "block": safe}
         return {"codes": codes, "scales": np.asarray(scales[self.scale])}
 
     def unpack(
