@@ -25,6 +25,9 @@ from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.sites import QGRAPH_DOMAIN, Site
 
+LEAST_OPSET = 13
+"""Operators of the functions have kept their meaning since, and are called otherwise before."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LowerPortable(Pass):
@@ -57,10 +60,18 @@ class LowerPortable(Pass):
             op = chosen(site, context)[1].op
             if op == OWN_DEQUANTIZE:
                 rule = f"at load: {fmt.function_name}"
+                opset = graph.model.opset_imports.get("", 1)
+                if opset < LEAST_OPSET:
+                    steps.append(_too_old(self.name, site, rule, opset))
+                    continue
                 steps.append(Step(self.name, rule, site.name, "done", None, fmt.spell()))
                 continue
             own = op == OWN_LINEAR  # the runtime knows it as a whole
             if not own and not is_portable(context.plan.recipe.unfused, fmt):
+                continue
+            opset = graph.model.opset_imports.get("", 1)
+            if not own and opset < LEAST_OPSET:
+                steps.append(_too_old(self.name, site, f"portable: {site.op}", opset))
                 continue
             gathers = site.role == "embedding"
             result = fmt.function_name if gathers else fmt.linear_name
@@ -76,6 +87,11 @@ class LowerPortable(Pass):
             place(site, nodes, result, rewriter)
             steps.append(Step(self.name, rule, site.name, "done", None, fmt.spell()))
         return steps
+
+
+def _too_old(name: str, site: Site, rule: str, opset: int) -> Step:
+    detail = f"the function that dequantizes needs opset {LEAST_OPSET}, the model has {opset}"
+    return Step(name, rule, site.name, "refused", "OPSET_TOO_OLD", detail)
 
 
 def _declare(model: ir.Model, fmt: Format) -> None:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from qgraph.formats.base import Array, Format, Part, QuantizedWeight
 from qgraph.formats.grouping import smallest_normal
 from qgraph.passes.rounded import WeightSource
-from qgraph.quant_tensor import Deviation, QuantSource
+from qgraph.quant_tensor import Deviation, QuantSource, square_sum
 from qgraph.sites import Weight
 
 
@@ -110,7 +110,5 @@ class SolvedSource(WeightSource):
         found = self.format.dequantize(weight)
         same = self.format.same(self.block(start, stop), weight)
         rows = self.transform.apply(self.weight.rows(start, stop), start)
-        error = (rows - found).reshape(-1)
-        flat = rows.reshape(-1)
         worst = 0.0 if same else float("inf")
-        return Deviation(worst, float(error @ error), float(flat @ flat))
+        return Deviation(worst, square_sum(rows - found), square_sum(rows))

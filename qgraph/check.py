@@ -39,6 +39,10 @@ THREADS = 2
 _T = TypeVar("_T")
 
 
+LOST = 0.9
+"""A relative weight error above this: nothing of the weight is left (2 bits leave 0.3 to 0.7)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SiteCheck:
     """What the check found for one site.
@@ -57,6 +61,14 @@ class SiteCheck:
     worst_ratio: float
     weight_error: float
     detail: str = ""
+
+    @property
+    def lost(self) -> str:
+        """Why nothing of the weight is left, as a sentence; empty where something is."""
+        if not self.ok or self.weight_error <= LOST:
+            return ""
+        why = "its scales underflow, or its codes have too few bits for it"
+        return f"the quantized weight is {self.weight_error:.0%} off: {why}"
 
 
 def check_model(

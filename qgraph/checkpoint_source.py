@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, QuantizedWeight
-from qgraph.quant_tensor import Deviation, QuantSource
+from qgraph.quant_tensor import Deviation, QuantSource, square_sum
 
 if TYPE_CHECKING:
     from qgraph.checkpoints.base import Entry
@@ -145,8 +145,7 @@ class CheckpointSource(QuantSource):
         bound = ROUNDING * terms if added else np.zeros_like(error)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(error == 0, 0, error / bound)
-        flat = own.reshape(-1)
-        return Deviation(float(ratio.max(initial=0)), 0.0, float(flat @ flat))
+        return Deviation(float(ratio.max(initial=0)), 0.0, square_sum(own))
 
 
 def _picked(weight: QuantizedWeight, places: Array) -> QuantizedWeight:

@@ -14,7 +14,8 @@ from qgraph.checkpoint_floats import take_floats
 from qgraph.checkpoint_source import CheckpointSource
 from qgraph.errors import CoverageError, InputError
 from qgraph.graph import Graph
-from qgraph.optimizing import Result, Run
+from qgraph.optimizing import Run
+from qgraph.outcomes import Result
 from qgraph.progress import Progress, Silent
 from qgraph.recipe import Recipe
 from qgraph.run_notes import output_file

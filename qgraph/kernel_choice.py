@@ -80,7 +80,7 @@ def best_kernel(
         kernel is banned, the site multiplies floats. FP8 is floats again before a kernel reads it.
     """
     if activations in _OF_ACTIVATIONS:
-        answer, query = _of_bytes(capabilities, site, fmt, activations, banned)
+        answer, query = _of_bytes(capabilities, site, fmt, activations)
         if query not in banned:
             return answer, query
     if at_load and site.role != "embedding" and capabilities.target != "qdq":
@@ -137,28 +137,19 @@ def _query(op: str, site: Site, fmt: Format) -> Query:
 
 
 def _of_bytes(
-    capabilities: Capabilities,
-    site: Site,
-    fmt: Format,
-    activations: str,
-    banned: frozenset[Query],
+    capabilities: Capabilities, site: Site, fmt: Format, activations: str
 ) -> tuple[Answer, Query]:
-    """The kernel for quantized activations: of signed codes where it is right, else unsigned ones.
+    """The kernel for quantized activations, with unsigned codes.
 
-    The last one where all are banned.
+    With signed ones processors without VNNI saturate, and a file may go to any of them.
     """
     op = _OF_ACTIVATIONS[activations] if capabilities.target != "qdq" else DEQUANTIZE_LINEAR
-    query = dataclasses.replace(_query(op, site, fmt), activations=activations)
+    query = _query(op, site, fmt)
+    query = dataclasses.replace(query, activations=activations, numbers="uint")
     if not capabilities.multiplies(activations):
         detail = f"{capabilities.runtime} has no kernel for {activations} activations"
         return Answer(None, "ACTIVATION_UNSUPPORTED", detail), query
-    answer = Answer(None)
-    for numbers in INTEGERS:
-        query = dataclasses.replace(query, numbers=numbers)
-        answer = capabilities.ask(query)
-        if answer and query not in banned:
-            break
-    return answer, query
+    return capabilities.ask(query), query
 
 
 _OF_ACTIVATIONS = {

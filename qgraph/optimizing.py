@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from qgraph import registry
-from qgraph._version import __version__
 from qgraph.calibration import Calibration, CalibrationData
 from qgraph.capabilities import Capabilities, Query
 from qgraph.capturing import METADATA_KEY, Source, capture
@@ -20,17 +20,17 @@ from qgraph.checkpoint_source import CheckpointSource
 from qgraph.errors import CoverageError, InputError, MissingExtra, NumericError
 from qgraph.graph import Graph
 from qgraph.kernel_choice import query_of
+from qgraph.outcomes import Result, as_solved, metadata, with_errors
 from qgraph.passes.base import Context, Findings, Pass
 from qgraph.plan import UNSOLVED, Decision, QuantPlan
 from qgraph.planning import make_plan, require_known_options
 from qgraph.progress import Progress
 from qgraph.recipe import Recipe
-from qgraph.report import SCHEMA, Report, Step
+from qgraph.report import Report, Step
 from qgraph.row_branches import MANY
 from qgraph.run_notes import (
     check_paths,
     elsewhere,
-    entry,
     peak_rss,
     plan_notes,
     require_data,
@@ -42,37 +42,17 @@ from qgraph.work_folder import WorkFolder
 if TYPE_CHECKING:
     from qgraph.budgeting import Judge
     from qgraph.check import SiteCheck
-    from qgraph.passes.solve_weights import Solution
     from qgraph.prediction import Prediction
     from qgraph.runtimes.base import Runtime
     from qgraph.sites import Site
     from qgraph.writer import DataFile, Save
 
-LOST = 0.9
-"""A relative weight error above this: nothing of the weight is left (2 bits leave 0.3 to 0.7)."""
 _LOWERINGS: dict[str, tuple[str, ...]] = {"qdq": ("lower_w8a8", "lower_qdq")}
 _FUSED = (
     "lower_w8a8", "lower_matmul_nbits", "lower_matmul_bnb4", "lower_matmul_block_quantized",
     "lower_gather_block_quantized", "lower_qdq",
 )  # fmt: skip
 """The lowerings of all other targets: torch reads the ops of ONNX Runtime."""
-
-
-@dataclasses.dataclass
-class Result:
-    """What `optimize` made.
-
-    graph: the rewritten graph; its packed weights are computed when they are read.
-    summary: the coverage line. files: what was written, the .onnx first.
-    prediction: of time and memory; None where no solver is calibrated.
-    """
-
-    graph: Graph
-    plan: QuantPlan
-    report: Report
-    files: list[Path]
-    summary: str
-    prediction: Prediction | None = None
 
 
 class Run:
@@ -369,7 +349,7 @@ class Run:
             waiting = waiting and not self.findings.solved
             self._start("solve" if waiting else "rewrite", total=1000 * waiting)
             lowered, plan = self._lower(graph, plan, capabilities)
-            self._describe(lowered.model, self._as_solved(plan), {})
+            self._describe(lowered.model, as_solved(plan, self.findings.solved), {})
             self._start("write", total=1000)
             with Save(
                 lowered.model,
@@ -384,8 +364,8 @@ class Run:
                 if self._ban(lowered, checks):
                     continue
                 errors = {item.site: item.weight_error for item in checks}
-                self._describe(lowered.model, self._as_solved(plan), errors)
-                self._add_errors(errors)
+                self._describe(lowered.model, as_solved(plan, self.findings.solved), errors)
+                self.report.steps[:] = with_errors(self.report.steps, errors)
                 self._load(lowered.model, data, save)
                 again = self._tried(plan, data, save)
                 if again is not None:
@@ -410,10 +390,10 @@ class Run:
     def _ban(self, lowered: Graph, checks: Sequence[SiteCheck]) -> bool:
         """Ban the kernels that failed; whether there are any, so that all is done again."""
         wrong = [item for item in checks if not item.ok]
-        lost = [item for item in checks if item.ok and item.weight_error > LOST]
+        lost = [item for item in checks if item.lost]
         if lost and self.strict:
-            raise NumericError(f"{lost[0].site}: {_lost(lost[0])}; nothing was written")
-        self.forced.update({item.site: ("WEIGHT_LOST", _lost(item)) for item in lost})
+            raise NumericError(f"{lost[0].site}: {lost[0].lost}; nothing was written")
+        self.forced.update({item.site: ("WEIGHT_LOST", item.lost) for item in lost})
         if not wrong:
             return bool(lost)
         first = wrong[0]
@@ -457,48 +437,26 @@ class Run:
     def _describe(
         self, model: ir.Model, plan: QuantPlan, errors: Mapping[str, float | None]
     ) -> None:
-        """Write the decisions into the model's metadata: deterministic, no times, no paths."""
-        sites = {item.site: entry(item, errors.get(item.site)) for item in plan.decisions}
-        content = {
-            "schema": SCHEMA,
-            "version": __version__,
-            "target": plan.target,
-            "recipe": self.recipe.to_json(),
-            "sites": sites,
-        }
-        for name, reader in self.findings.permuted.items():
-            sites[name]["rows_ordered_for"] = reader
-        content |= self.origin
+        """Write the decisions into the model's metadata."""
+        content = metadata(plan, self.recipe, errors, self.findings.permuted) | self.origin
         if self.calibration is not None:
             content["calibration"] = list(self.calibration.sources)
         model.metadata_props[METADATA_KEY] = json.dumps(content, separators=(",", ":"))
-
-    def _add_errors(self, errors: Mapping[str, float | None]) -> None:
-        self.report.steps[:] = [
-            dataclasses.replace(step, error=errors[step.site])
-            if step.site in errors and step.pass_name in ("solve", "quantize_rtn")
-            else step
-            for step in self.report.steps
-        ]
 
     def _result(
         self, lowered: Graph, plan: QuantPlan, files: list[Path], before: int, report: Path | None
     ) -> Result:
         self._start("")
-        plan = plan if self.dry_run else self._as_solved(plan)
+        plan = plan if self.dry_run else as_solved(plan, self.findings.solved)
         after = sum(path.stat().st_size for path in files) or stored_bytes(lowered.model)
         coverage = plan.coverage
-        kernels: dict[str, int] = {}
-        for item in plan.decisions:
-            if item.kernel is not None:
-                kernels[item.kernel] = kernels.get(item.kernel, 0) + 1
         self.report.totals = {
             **{k: v for k, v in dataclasses.asdict(coverage).items() if k != "refused"},
             "bytes_before": before,
             "bytes_after": after,
             "seconds": self.seconds,
             "peak_rss_bytes": peak_rss(),
-            "kernels": kernels,
+            "kernels": Counter(item.kernel for item in plan.decisions if item.kernel is not None),
             "files": [{"path": str(path), "bytes": path.stat().st_size} for path in files],
         }
         if self.calibration is not None:
@@ -517,19 +475,6 @@ class Run:
         line = coverage.line(verb, (before, after))
         return Result(lowered, plan, self.report, files, line, self.prediction)
 
-    def _as_solved(self, plan: QuantPlan) -> QuantPlan:
-        """The plan with the solver that was really used at each site."""
-        solved: dict[str, Solution] = self.findings.solved
-        decisions = []
-        for item in plan.decisions:
-            found = solved.get(item.shared_with or item.site)
-            if found is not None and item.quantized and item.solver not in UNSOLVED:
-                reason = item.reason or found.reason
-                detail = item.detail or (found.detail if found.reason else "")
-                item = dataclasses.replace(item, solver=found.solver, reason=reason, detail=detail)
-            decisions.append(item)
-        return dataclasses.replace(plan, decisions=tuple(decisions))
-
     def _start(self, name: str, total: int = 0) -> None:
         before, since = self._stage
         now = time.perf_counter()
@@ -540,10 +485,6 @@ class Run:
             self.progress.stage(name, total)
         else:
             self.progress.finish()
-
-
-def _lost(item: SiteCheck) -> str:
-    return f"the quantized weight is {item.weight_error:.0%} off: its scales underflow"
 
 
 _NOTHING = Decision("", "", "", "", 0, 0)

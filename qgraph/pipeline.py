@@ -14,7 +14,8 @@ from qgraph import registry
 from qgraph.calibration import CalibrationData
 from qgraph.capturing import Source, capture, read_metadata, runnable
 from qgraph.errors import InputError
-from qgraph.optimizing import Result, Run
+from qgraph.optimizing import Run
+from qgraph.outcomes import Result
 from qgraph.progress import Progress, Silent
 from qgraph.recipe import Override, Recipe, parse_size
 from qgraph.run_notes import (

@@ -25,6 +25,7 @@ from qgraph.formats.base import Array, Format, Layout, Part, PartSpec, Quantized
 BLOCK_BYTES = 64_000_000
 """The most float32 bytes of a weight that are in memory at once, over all threads."""
 ROW_STEP = 8
+_PIECE = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,13 @@ class Deviation:
     worst: float
     error_sq: float
     norm_sq: float
+
+
+def square_sum(array: Array) -> float:
+    """Σ a², in float64 piece by piece: the squares of small float32 numbers underflow."""
+    flat = array.reshape(-1)
+    pieces = (flat[at : at + _PIECE].astype(np.float64) for at in range(0, len(flat), _PIECE))
+    return float(sum(piece @ piece for piece in pieces))
 
 
 class QuantSource(ABC):

@@ -203,6 +203,11 @@ _REASONS = (
         "the detail says what the fast kernels want",
     ),
     Reason(
+        "SATURATES_HERE",
+        "the kernel multiplies uint8 by int8, which saturates on this processor: wrong results",
+        "optimize the float model with qgraph, or run the file on a processor with VNNI",
+    ),
+    Reason(
         "CUDA_ASYMMETRIC",
         "CUDA's fast int4 kernels take symmetric weights only",
         "--format int4 for --target ort-cuda",

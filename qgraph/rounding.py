@@ -9,7 +9,7 @@ import numpy as np
 
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, Format, QuantizedWeight
-from qgraph.quant_tensor import Deviation, QuantSource
+from qgraph.quant_tensor import Deviation, QuantSource, square_sum
 
 
 class RoundingSource(QuantSource):
@@ -92,8 +92,7 @@ class RoundingSource(QuantSource):
         np.subtract(rows, error, out=error)
         bound = self.format.error_bound(weight)
         worst = _worst_ratio(error, bound, self.format.group)
-        flat, weights = error.reshape(-1), rows.reshape(-1)
-        return Deviation(worst, float(flat @ flat), float(weights @ weights))
+        return Deviation(worst, square_sum(error), square_sum(rows))
 
 
 def _worst_ratio(error: Array, bound: Array, group: int) -> float:

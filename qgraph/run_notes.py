@@ -91,11 +91,6 @@ def plan_notes(plan: QuantPlan) -> list[str]:
     kept = sum(item.solver == KEPT for item in plan.decisions)
     if kept:
         notes.append(f"{kept} sites came packed and stay as they are, whatever was asked for")
-    if any("uint8 × int8" in str(item.kernel) for item in plan.decisions):
-        notes.append(
-            "products of uint8 and int8 are exact on this processor; those without VNNI "
-            "instructions saturate: for them, optimize on such a machine"
-        )
     if plan.recipe.dequantize_at_load:
         notes.append(_at_load(plan))
     if plan.target == "qdq" and plan.recipe.accuracy_level != "auto":

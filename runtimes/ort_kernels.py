@@ -73,7 +73,7 @@ _CPU = (
     ),
     *_FP8,
     # What the graph rounds to uint8, times int8: signed activations take 4 to 25 times as long.
-    # Where a processor adds products of these in 16 bits, the weight is uint8 too, and slower.
+    # Where a processor adds products of these in 16 bits they saturate: ours are of uint8 alone.
     *(
         KernelRule(
             op, CPU_PROVIDER, ("float32",), (8,), (0,), numbers=(numbers,), activations=kinds
@@ -85,6 +85,7 @@ _CPU = (
         )
     ),
 )  # fmt: skip
+_SATURATES = "this processor adds pairs of uint8 × int8 in 16 bits"
 _FAST = "prepacked kernel"
 _GENERAL = "general kernel, slower than the prepacked one"
 _CUDA = (
@@ -198,12 +199,13 @@ def _names(kernel: Any, dtype: str) -> bool:
 def _self_tested(rule: KernelRule) -> list[KernelRule]:
     """`rule` by type; level 4 is taken only where it is real on this processor.
 
-    Products of unsigned and signed bytes are taken only where they do not saturate.
+    Products of unsigned and signed bytes, in files made elsewhere, carry a reason where they
+    saturate.
     """
     if "int8-static" in rule.activations or rule.op in INTEGER_MATMULS:
-        if rule.numbers == ("uint",):
+        if rule.numbers == ("uint",) or mixed_signs_are_exact():
             return [rule]
-        return [rule] if mixed_signs_are_exact() else []
+        return [dataclasses.replace(rule, remark="SATURATES_HERE", note=_SATURATES)]
     if 4 not in rule.levels or rule.op != MATMUL_NBITS:
         return [rule]
     result = []

@@ -15,6 +15,7 @@ import qgraph
 from qgraph import registry
 from qgraph.capabilities import INTEGERS
 from qgraph.cli import run
+from qgraph.errors import CoverageError
 from qgraph.formats.base import Array, Format, parse, variants
 from qgraph.passes import lower_qdq
 from qgraph.passes.opset import CannotRaise
@@ -355,16 +356,44 @@ def test_a_row_of_zeros_gives_zeros_in_fp8(kind: str, scale: str, tmp_path: Path
     weight[:, 3] = 0
     if scale == "tensor":
         weight[:] = 0
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["": 21]>'
-        "g (float[m, 64] x) => (float[m, 64] y) { y = MatMul(x, w) }"
-    )
-    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
-    onnx.save(model, tmp_path / "m.onnx")
-    qgraph.optimize(
-        tmp_path / "m.onnx", tmp_path / "q.onnx", format=f"fp8-{kind}:scale={scale}", min_elements=1
-    )
+    source = small(tmp_path, weight, 21)
+    qgraph.optimize(source, tmp_path / "q.onnx", format=f"fp8-{kind}:scale={scale}", min_elements=1)
     x = np.ones((2, 64), np.float32)
     y = qgraph.open(tmp_path / "q.onnx").run({"x": x})["y"]
     assert np.isfinite(y).all()
     assert (y[:, 3] == 0).all()
+
+
+def small(tmp_path: Path, weight: Array, opset: int) -> Path:
+    """One linear in a file."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": {opset}]>'
+        "g (float[m, 64] x) => (float[m, 64] y) { y = MatMul(x, w) }"
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(model, tmp_path / "m.onnx")
+    return tmp_path / "m.onnx"
+
+
+@pytest.mark.parametrize("options", [{}, {"dequantize_at_load": True}])
+@pytest.mark.parametrize("opset", [9, 12])
+def test_functions_below_opset_13_are_refused(
+    options: dict[str, Any], opset: int, tmp_path: Path
+) -> None:
+    """Unchecked, such a file would be written and never load."""
+    source = small(tmp_path, np.ones((64, 64), np.float32), opset)
+    with pytest.raises(CoverageError, match="nothing was quantized"):
+        qgraph.optimize(
+            source, tmp_path / "q.onnx", format="mxfp8", check=False, min_elements=1, **options
+        )
+    assert not (tmp_path / "q.onnx").exists()
+
+
+def test_the_error_of_tiny_weights_is_told(tmp_path: Path) -> None:
+    """Their squares underflow in float32, and an error of 0 would be claimed."""
+    weight = 1e-25 * np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    report = qgraph.optimize(
+        small(tmp_path, weight, 13), tmp_path / "q.onnx", format="int8:group=64", min_elements=1
+    ).report
+    (error,) = [step.error for step in report.steps if step.error is not None]
+    assert 1e-3 < error < 1e-2

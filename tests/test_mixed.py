@@ -11,7 +11,7 @@ import pytest
 from decoders import encoder
 
 import qgraph
-from qgraph import optimizing
+from qgraph import check
 from qgraph.errors import InputError, NumericError
 from qgraph.mixed import Option, Problem, Unit
 from qgraph.models import tiny
@@ -202,7 +202,7 @@ def test_what_a_check_keeps_in_float_is_not_proposed_again(
     asked: dict[str, Any] = {"calibrate": DATA, "candidates": candidates}
     first = qgraph.optimize(model, tmp_path / "a.onnx", target_bits=4.28, **asked)
     assert "uint2:group=32" in {item.format for item in first.plan.decisions}
-    monkeypatch.setattr(optimizing, "LOST", 0.3)
+    monkeypatch.setattr(check, "LOST", 0.3)
     second = qgraph.optimize(model, tmp_path / "b.onnx", target_bits=4.28, **asked)
     assert bits(second) <= 4.28
     assert not {None, "uint2:group=32"} & {item.format for item in second.plan.decisions}

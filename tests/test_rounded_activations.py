@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from decoders import decoder, tokens, weights
+from decoders import decoder, tokens
 from onnx import TensorProto, helper, numpy_helper
 
 import qgraph
@@ -20,7 +20,7 @@ from qgraph.check_kernels import Verdict
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, parse
 from qgraph.recipe import Override, Recipe
-from qgraph.runtimes import ort_bytes, ort_kernels
+from qgraph.runtimes import ort_kernels
 
 KINDS = ("int8", "int8-row", "int8-static")
 SMALL: dict[str, Any] = {"min_elements": 64, "embedding": "float"}
@@ -175,18 +175,36 @@ def signed_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("signed_everywhere")
-def test_the_check_finds_products_that_saturate(tmp_path: Path) -> None:
-    """Weights of ±1 only: every code is ±127, and pairs of large activations overflow 16 bits."""
-    w = weights()
-    w["up.weight"] = np.sign(w["up.weight"])
-    source, out = decoder(tmp_path / "m.onnx", w), tmp_path / "o.onnx"
-    result = made(source, out, "int8-row")
-    kernel = result.plan["up"].kernel
-    if ort_bytes.mixed_signs_are_exact():
-        assert kernel == "MatMulIntegerToFloat uint8 × int8 rows=dynamic"
-    else:
-        assert kernel == "MatMulIntegerToFloat uint8 × uint8 rows=dynamic"
-        assert result.plan["up"].reason == "KERNEL_FAILED_CHECK"
+def test_weights_are_unsigned_wherever_a_file_is_made(tmp_path: Path) -> None:
+    """It may be run where products of unsigned and signed bytes saturate."""
+    source, out = decoder(tmp_path / "m.onnx"), tmp_path / "o.onnx"
+    kernel = made(source, out, "int8-row").plan["up"].kernel
+    assert kernel == "MatMulIntegerToFloat uint8 × uint8 rows=dynamic"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_signed_weights_of_others_are_told_where_they_saturate(
+    exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ort_kernels, "mixed_signs_are_exact", lambda: exact)
+    ort_kernels.rules.cache_clear()
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>'
+        "g (float[m, 64] x) => (float[m, 32] y) "
+        "{ y = com.microsoft.DynamicQuantizeMatMul(x, codes, scales) }"
+    )
+    for name, array in {
+        "codes": np.ones((64, 32), np.int8),
+        "scales": np.ones(32, np.float32),
+    }.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    onnx.save(model, tmp_path / "m.onnx")
+    try:
+        (row,) = qgraph.explain(tmp_path / "m.onnx").sites
+    finally:
+        ort_kernels.rules.cache_clear()
+    assert row.state == "fused"
+    assert row.reason == (None if exact else "SATURATES_HERE")
 
 
 def test_where_no_integer_kernel_is_right_activations_stay_floats(

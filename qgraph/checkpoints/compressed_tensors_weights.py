@@ -18,7 +18,7 @@ import numpy as np
 
 from qgraph.checkpoints import integers
 from qgraph.checkpoints.base import Entry
-from qgraph.checkpoints.integers import Grid
+from qgraph.checkpoints.integers import GroupedEntry
 from qgraph.checkpoints.modelopt import Nvfp4Entry
 from qgraph.checkpoints.mxfp4 import Mxfp4Entry
 from qgraph.checkpoints.scales import SCALE_TYPES, checked, scale_dtype
@@ -37,31 +37,8 @@ RECIPROCAL = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class IntegerEntry(Entry):
-    """Integer codes, packed ("weight_packed") or a byte each ("weight").
-
-    group_of: the group of each column of the parameter.
-    """
-
-    grid: Grid
-    group_of: Array
-
-    def rows(self, start: int, stop: int) -> QuantizedWeight:
-        """See `Entry.rows`."""
-        codes = self._codes(start, stop)
-        codes = self.grid.codes(codes if self.order is None else codes[:, self.order])
-        scales = self.grid.spread(self._scales(start, stop), self.k)
-        if self.format.symmetric:
-            return QuantizedWeight(codes, scales)
-        return QuantizedWeight(codes, scales, self.grid.spread(self._zeros(start, stop), self.k))
-
-    def dequantized(self, start: int, stop: int) -> Array:
-        """See `Entry.dequantized`: (code − zero)·scale."""
-        codes = self._codes(start, stop).astype(np.float32)
-        zeros = self._zeros(start, stop).astype(np.float32)
-        scales = self._scales(start, stop).astype(np.float32)
-        found: Array = (codes - zeros[:, self.group_of]) * scales[:, self.group_of]
-        return found
+class IntegerEntry(GroupedEntry):
+    """Integer codes, packed ("weight_packed") or a byte each ("weight")."""
 
     def _codes(self, start: int, stop: int) -> Array:
         """uint8 `[n, K]`, 2^(bits−1) added, columns as the parameter has them."""

@@ -19,12 +19,12 @@ import onnx_ir as ir
 
 from qgraph.checkpoints import integers
 from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorSpec
-from qgraph.checkpoints.integers import Grid
+from qgraph.checkpoints.integers import GroupedEntry
 from qgraph.checkpoints.scales import SCALE_TYPES, checked, scale_dtype, written_type
 from qgraph.checkpoints.tensors import Stored, StoredTensor, part, wanted
 from qgraph.checkpoints.words import WORD_BITS, pack_words, unpack_words, words_of
 from qgraph.errors import InputError
-from qgraph.formats.base import Array, QuantizedWeight
+from qgraph.formats.base import Array
 from qgraph.formats.grouping import count_groups
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -32,33 +32,13 @@ _BITS = (2, 3, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class GptqEntry(Entry):
-    """One linear.
+class GptqEntry(GroupedEntry):
+    """One linear; its groups are those of `g_idx`.
 
     shift: what is added to a stored zero point: 1 in version 1.
-    group_of: `g_idx`, the group of each column of the parameter.
     """
 
-    grid: Grid
     shift: int
-    group_of: Array
-
-    def rows(self, start: int, stop: int) -> QuantizedWeight:
-        """See `Entry.rows`."""
-        codes = self._codes(start, stop)
-        codes = self.grid.codes(codes if self.order is None else codes[:, self.order])
-        scales = self.grid.spread(self._scales(start, stop), self.k)
-        if self.format.symmetric:
-            return QuantizedWeight(codes, scales)
-        return QuantizedWeight(codes, scales, self.grid.spread(self._zeros(start, stop), self.k))
-
-    def dequantized(self, start: int, stop: int) -> Array:
-        """See `Entry.dequantized`: (code − zero)·scale, each of the group that `g_idx` names."""
-        codes = self._codes(start, stop).astype(np.float32)
-        zeros = self._zeros(start, stop).astype(np.float32)
-        scales = self._scales(start, stop).astype(np.float32)
-        found: Array = (codes - zeros[:, self.group_of]) * scales[:, self.group_of]
-        return found
 
     def _codes(self, start: int, stop: int) -> Array:
         """uint8 `[n, K]`, columns as the parameter has them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Collection, Container, Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from qgraph import registry
 from qgraph.checkpoints.base import Entry
 from qgraph.checkpoints.tensors import Stored, StoredTensor
 from qgraph.errors import InputError
-from qgraph.formats.base import GROUPS, Array, Format
+from qgraph.formats.base import GROUPS, Array, Format, QuantizedWeight
 from qgraph.formats.grouping import count_groups
 from qgraph.formats.integer_groups import IntegerGroups
 
@@ -54,6 +55,46 @@ class Grid:
         """Scales or zero points `[n, ceil(K/span)]` as the format has them, `[n, nb]`."""
         nb = count_groups(k, self.format.group)
         return np.repeat(values, self.repeats, axis=1)[:, :nb] if self.repeats > 1 else values
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class GroupedEntry(Entry):
+    """A weight of integer codes in groups, in act order or not.
+
+    group_of: the group of each column of the parameter, int `[K]`.
+    """
+
+    grid: Grid
+    group_of: Array
+
+    @abstractmethod
+    def _codes(self, start: int, stop: int) -> Array:
+        """Unsigned codes uint8 `[n, K]`, columns as the parameter has them."""
+
+    @abstractmethod
+    def _scales(self, start: int, stop: int) -> Array:
+        """`[n, nb]`, floats as stored."""
+
+    @abstractmethod
+    def _zeros(self, start: int, stop: int) -> Array:
+        """Zero points of the unsigned codes, uint8 `[n, nb]`."""
+
+    def rows(self, start: int, stop: int) -> QuantizedWeight:
+        """See `Entry.rows`."""
+        codes = self._codes(start, stop)
+        codes = self.grid.codes(codes if self.order is None else codes[:, self.order])
+        scales = self.grid.spread(self._scales(start, stop), self.k)
+        if self.format.symmetric:
+            return QuantizedWeight(codes, scales)
+        return QuantizedWeight(codes, scales, self.grid.spread(self._zeros(start, stop), self.k))
+
+    def dequantized(self, start: int, stop: int) -> Array:
+        """See `Entry.dequantized`: (code − zero)·scale, each of its column's group."""
+        codes = self._codes(start, stop).astype(np.float32)
+        zeros = self._zeros(start, stop).astype(np.float32)
+        scales = self._scales(start, stop).astype(np.float32)
+        found: Array = (codes - zeros[:, self.group_of]) * scales[:, self.group_of]
+        return found
 
 
 def grid(name: str, bits: int, span: int, k: int, symmetric: bool) -> Grid:
