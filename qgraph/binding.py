@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SHOWN = 5
 """Names in an error or a note; of the others the number."""
-_SLICE = re.compile(r"(?P<name>.+)\[(?P<start>\d+):(?P<stop>\d+)\]")
+_SLICE = re.compile(r"(?P<name>.+)\[(?P<start>\d{1,18}):(?P<stop>\d{1,18})\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Bound:
     first: the first row; a site's `n` rows follow.
     suggested: why this one was taken, where no name says so.
     exact: whether it has the site's own name, so that the constant lies as the parameter does.
+    part: whether the site's constant is these rows alone, as a binding says.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Bound:
     first: int = 0
     suggested: str = ""
     exact: bool = False
+    part: bool = False
 
 
 def bind(
@@ -113,7 +115,7 @@ class _Binder:
                 f"bindings: {name!r} → {target!r}: wanted {site.n} of the rows of "
                 f"{parameter} [{n}, {k}], each of {site.k}; {site.name} is [{site.n}, {site.k}]"
             )
-        return Bound(parameter, self.checkpoint.entries.get(parameter), start)
+        return Bound(parameter, self.checkpoint.entries.get(parameter), start, part=True)
 
     def _exact(self, site: Site) -> Bound | None:
         """The parameter that has one of the site's names."""
@@ -232,11 +234,11 @@ def _by_suffix(sites: Sequence[Site], free: Mapping[str, tuple[int, int]]) -> di
     """Sites whose weight's name ends as one parameter of that shape, or the other way round."""
     found: dict[str, str] = {}
     for site in sites:
-        own = [_plain(name) for name in names_of(site)[1:]]
+        own = names_of(site)[1:]
         fitting = [
             name
             for name, shape in free.items()
-            if shape == (site.n, site.k) and any(_ends_alike(_plain(name), each) for each in own)
+            if shape == (site.n, site.k) and any(end_alike(name, each) for each in own)
         ]
         if len(fitting) == 1:
             found[site.name] = fitting[0]
@@ -268,7 +270,9 @@ def _plain(name: str) -> str:
     return re.sub(r"[/_:]+", ".", name).removesuffix(".weight").strip(".").lower()
 
 
-def _ends_alike(one: str, other: str) -> bool:
+def end_alike(one: str, other: str) -> bool:
+    """Whether one name is the other's end, from a separator on, in whatever spelling."""
+    one, other = _plain(one), _plain(other)
     longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
     return bool(shorter) and (longer == shorter or longer.endswith(f".{shorter}"))
 

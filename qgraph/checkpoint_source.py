@@ -128,14 +128,23 @@ class CheckpointSource(QuantSource):
 
         Where a format adds a float minimum, the two formulas add in another order: they may then
         differ by what float32 rounds of their largest term.
+
+        Raises:
+            InputError: a product that float32 does not hold.
         """
         if self.places is not None and not _same(weight, self.block(start, stop)):
             return Deviation(float("inf"), 0.0, 1.0)
         if self.places is not None:  # the numbers of other rows then: all rows are asked for
             weight = self._in_order(start, stop)
         first, last = self.first + start, self.first + stop
-        found = self.format.dequantize(weight)
-        own = self.entry.dequantized(first, last)
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = self.format.dequantize(weight)
+            own = self.entry.dequantized(first, last)
+        if not np.isfinite(own).all():
+            raise InputError(
+                f"checkpoint tensor {self.name}: NON_FINITE_WEIGHT: a code times its scale is "
+                "beyond float32; download the checkpoint again"
+            )
         if self.order is not None:
             own = own[:, self.order]
         error = np.abs(own - found)

@@ -13,7 +13,9 @@ import onnx_ir as ir
 from qgraph import registry
 from qgraph.capturing import Source, capture, read_metadata
 from qgraph.checkpoints.base import CheckpointLayout, Entry, FloatTensor, Outgoing, SourceEntry
-from qgraph.checkpoints.tensors import StoredTensor, open_stored
+from qgraph.checkpoints.opening import open_checkpoint
+from qgraph.checkpoints.packed_floats import PackedFloats
+from qgraph.checkpoints.tensors import open_stored
 from qgraph.errors import InputError
 from qgraph.exported_weights import Place, Weight, other_floats, weights_of
 from qgraph.formats.base import parse
@@ -58,6 +60,7 @@ def export_checkpoint(
     *,
     layout: str,
     like: str | os.PathLike[str] | None = None,
+    gguf_type: str | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Exported:
@@ -69,7 +72,12 @@ def export_checkpoint(
         output: the folder to write (of `gguf`, the file); it must not exist.
         layout: `gptq`, `awq`, `gguf`, …: a name of the registry.
         like: the Hugging Face folder of the float model: its config.json, tokenizer, and every
-            tensor that is not quantized are copied. Default: `model`, where that is one.
+            tensor that is not quantized are copied. Default: `model`, where that is one. Of
+            `gguf` also a GGUF file of the model: its metadata, the order and names of its tensors,
+            and those that are not quantized anew, in the types that they have there.
+        gguf_type: of `gguf`, the type of weights that several hold, such as Q4_K; and then the
+            default format is that of the type. Default: one that holds them exactly, or else the
+            nearest; the error is in the notes.
         options: how a float model is quantized, as `optimize` has it: recipe, format, group,
             solver, calibration, include, exclude, overrides, options, embedding, min_elements,
             calibrate, tokenizer, samples, sequence. Default format: the layout's own; embeddings
@@ -81,9 +89,7 @@ def export_checkpoint(
         CoverageError: nothing was quantized.
     """
     said = progress or Silent()
-    writer = registry.load("checkpoint", layout)
-    if not isinstance(writer, CheckpointLayout):
-        raise InputError(f"{layout} checkpoints are read here, and not written: choose another")
+    writer = _writer(layout, gguf_type)
     unknown = sorted(set(options) - _OPTIONS)
     if unknown:
         raise InputError(
@@ -94,7 +100,7 @@ def export_checkpoint(
         raise InputError(f"{out} exists: choose another place, or remove it first")
     said.stage("capture")
     graph = capture(model)
-    folder = _folder(model, like)
+    folder = _beside(writer, model, like)
     said.finish()
     report: Report | None = None
     if all(site.state == "float" for site in graph.sites()):
@@ -102,11 +108,12 @@ def export_checkpoint(
     else:
         places = _places(graph, options)
     weights = weights_of(graph, places)
-    notes: list[str] = []
+    notes = _left_out(graph)
     if writer.half_scales:
-        weights = [_halved(weight, notes) for weight in weights]
+        weights = [_halved(weight, notes, only=writer.only_half_scales) for weight in weights]
     outgoing = _outgoing(graph, weights, folder, notes)
     _check(writer, outgoing.entries)
+    notes += writer.notes(outgoing.entries)
     said.stage("write", total=1000)
     files = writer.save(out, outgoing, lambda done, size: said.advance(1000 * done // max(1, size)))
     said.finish()
@@ -114,10 +121,37 @@ def export_checkpoint(
     return Exported(files, layout, written, len(outgoing.floats), notes, report)
 
 
-def _folder(model: Source, like: str | os.PathLike[str] | None) -> Path | None:
-    """The Hugging Face folder of the float model, if there is one."""
+def _left_out(graph: Graph) -> list[str]:
+    """A note on what no checkpoint has room for."""
+    second = sum(site.many is not None for site in graph.sites())
+    if not second:
+        return []
+    return [
+        f"{second} linears have a second weight, for many rows: checkpoints hold one a linear, "
+        "and the second ones are left out"
+    ]
+
+
+def _writer(layout: str, gguf_type: str | None) -> CheckpointLayout:
+    """The layout, told which type is wanted."""
+    found: CheckpointLayout = registry.load("checkpoint", layout)
+    if gguf_type is None:
+        return found
+    if layout != "gguf":
+        raise InputError(f"{layout} has no types of GGUF: leave {gguf_type!r} out")
+    from qgraph.checkpoints.gguf import Gguf
+
+    return Gguf(gguf_type)
+
+
+def _beside(
+    writer: CheckpointLayout, model: Source, like: str | os.PathLike[str] | None
+) -> Path | None:
+    """The Hugging Face folder of the float model, or its GGUF file, if there is one."""
     if like is not None:
         folder = Path(like)
+        if writer.name == "gguf" and folder.is_file():
+            return folder
         if not (folder / "config.json").is_file():
             raise InputError(f"{folder} has no config.json: wanted the float model's folder")
         return folder
@@ -152,7 +186,14 @@ def _quantized(
     if _are_texts(given.get("calibrate")) and tokenizer is not None and tokenizer.is_file():
         given.setdefault("tokenizer", tokenizer)
     result = optimize(
-        graph, None, **given, accuracy_level=0, unfused="portable", check=False, progress=said
+        graph,
+        None,
+        **given,
+        accuracy_level=0,
+        unfused="portable",
+        fuse=False,
+        check=False,
+        progress=said,
     )
     places = {
         item.site: Place(_name(item.weight, item.module, item.role), item.k, item.format)
@@ -189,17 +230,26 @@ def _places(graph: Graph, options: Mapping[str, Any]) -> dict[str, Place]:
     """The parameter of each site of a graph that came quantized, as its metadata has them."""
     given = sorted(key for key, value in options.items() if value not in (None, (), [], {}))
     if given:
+        word = "a recipe (a format, a solver, …)" if given[0] == "recipe" else given[0]
         raise InputError(
-            f"the model is quantized already, so {given[0]} has nothing to say: leave it out, or "
+            f"the model is quantized already, so {word} has nothing to say: leave it out, or "
             "export the float model"
         )
-    known = read_metadata(graph.model).get("sites", {})
+    known = read_metadata(graph.model).get("sites")
     found = {}
     for site in graph.sites():
-        item = known.get(site.name, {})
+        item = known.get(site.name) if isinstance(known, dict) else None
+        item = item if isinstance(item, dict) else {}  # whatever others made of it
+        if held := item.get("holds"):
+            raise InputError(
+                f"{site.name} holds the weights of {', '.join(map(str, held))} as one, and a "
+                "checkpoint has them apart: optimize with --no-fuse, and export that"
+            )
         weight = str(item.get("weight", site.weight_name.removesuffix(".codes")))
         name = _name(weight, str(item.get("module", "")), site.role)
-        found[site.name] = Place(name, int(item.get("k", site.k)), item.get("format"))
+        k, spelled = item.get("k"), item.get("format")
+        k, spelled = (k if type(k) is int else site.k), (spelled and str(spelled))
+        found[site.name] = Place(name, k, spelled)
     return found
 
 
@@ -217,31 +267,52 @@ def _outgoing(
     graph: Graph, weights: Sequence[Weight], folder: Path | None, notes: list[str]
 ) -> Outgoing:
     """Everything that the checkpoint is to hold."""
-    stored = open_stored(folder) if folder is not None else None
+    config, known = _known(folder)
     taken = {weight.name for weight in weights}
-    if stored is not None:
-        lost = sorted(taken - set(stored.tensors))
-        if lost:
-            near = registry.did_you_mean(lost[0], stored.tensors)
-            raise InputError(f"{folder} has no tensor {lost[0]!r}{near}: it is not of this model")
-    known: Mapping[str, StoredTensor] = stored.tensors if stored is not None else {}
-    floats: list[FloatTensor] = other_floats(graph.model, taken, known, notes)
+    lost = sorted(taken - set(known))
+    if folder is not None and lost:
+        near = registry.did_you_mean(lost[0], known)
+        raise InputError(f"{folder} has no tensor {lost[0]!r}{near}: it is not of this model")
+    for weight in weights if folder is not None else ():
+        own, theirs = (weight.source.n, weight.source.k), known[weight.name].shape
+        if sorted(own) != sorted(size for size in theirs if size > 1 or len(theirs) == 2):
+            raise InputError(
+                f"{folder} has {weight.name} {list(theirs)}, and the model {list(own)}: it is not "
+                "of this model"
+            )
+    found = other_floats(graph.model, taken, known, notes)
+    floats = [each for each in found if not isinstance(each, PackedFloats)]
     biases = {tensor.name for tensor in floats}
-    if stored is None:
+    if folder is None:
         notes.append(
             "no Hugging Face folder was named: config.json says how the weights are quantized, "
             "and nothing of the model; --like FOLDER copies the rest"
         )
-    entries = [_entry(weight, biases) for weight in weights]
-    config = dict(stored.config) if stored is not None else {}
+    entries: list[Entry] = [_entry(weight, biases) for weight in weights]
+    entries += [each.entry for each in found if isinstance(each, PackedFloats)]
     return Outgoing(entries, floats, config, folder)
 
 
-def _halved(weight: Weight, notes: list[str]) -> Weight:
+def _known(place: Path | None) -> tuple[dict[str, Any], Mapping[str, FloatTensor]]:
+    """The configuration and the tensors, by name, of the float model's folder or GGUF file."""
+    if place is None:
+        return {}, {}
+    if place.is_dir():
+        stored = open_stored(place)
+        return dict(stored.config), stored.tensors
+    found = open_checkpoint(place)
+    if found.layout != "gguf":
+        raise InputError(f"{place} is {found.layout}: wanted a Hugging Face folder or a GGUF file")
+    packed = {name: PackedFloats(entry) for name, entry in found.entries.items()}
+    return {}, {**found.floats, **packed}
+
+
+def _halved(weight: Weight, notes: list[str], *, only: bool) -> Weight:
     """The weight with scales that the layout's readers take.
 
     One that is only to be rounded yet is rounded against them. Of others the codes stay; where
-    they came so, in a graph, the scales stay too unless float16 holds them.
+    they came so, in a graph, the scales stay too unless float16 holds them. Where the layout has
+    only float16 (`only`), it rounds those itself, and says what that changes.
     """
     source = weight.source
     if source.scale_dtype == ir.DataType.FLOAT16:
@@ -255,7 +326,7 @@ def _halved(weight: Weight, notes: list[str]) -> Weight:
         note = "scales that a solver found are rounded to float16, in which the layout stores them"
     elif half.is_exact():
         return dataclasses.replace(weight, source=half)
-    if note not in notes:
+    if note not in notes and not (only and not isinstance(source, SolvedSource)):
         notes.append(note)
     return dataclasses.replace(weight, source=half) if isinstance(source, SolvedSource) else weight
 

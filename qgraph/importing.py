@@ -8,12 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import onnx_ir as ir
+
 from qgraph.binding import SHOWN, Bound, bind, unused
 from qgraph.capturing import Source, capture
-from qgraph.checkpoint_floats import take_floats
+from qgraph.checkpoint_floats import BoundFloats, SomeRows, take_floats
 from qgraph.checkpoint_source import CheckpointSource
+from qgraph.checkpoints.folder_files import once_each
+from qgraph.constants import open_array
 from qgraph.errors import CoverageError, InputError
 from qgraph.graph import Graph
+from qgraph.likeness import steps_off, unlike
 from qgraph.optimizing import Run
 from qgraph.outcomes import Result
 from qgraph.progress import Progress, Silent
@@ -22,10 +27,13 @@ from qgraph.run_notes import output_file
 from qgraph.sites import Site
 
 if TYPE_CHECKING:
-    from qgraph.checkpoints.base import Checkpoint
+    from qgraph.checkpoints.base import Checkpoint, FloatTensor
 
 Bindings = Mapping[str, str | None]
 _LONGEST = 20_000_000
+_OTHER_VERSION = {"gptq": ("gptq_v2", -1), "gptq_v2": ("gptq", 1)}
+"""Two layouts whose zero points differ by one, and how weights lie that are read as the wrong one:
+files name the wrong one at times."""
 
 
 def import_checkpoint(
@@ -88,9 +96,10 @@ def import_checkpoint(
     graph.inputs = (*graph.inputs, *_files(opened))
     said.finish(f"{len(imported)} sites bound")
     if not imported:
+        said_too = "".join(f"; {warning}" for warning in opened.warnings)
         raise CoverageError(
             f"nothing was quantized: of the {len(opened.entries)} quantized parameters of "
-            f"{opened.path}, layout {opened.layout}, no float weight of the graph is any"
+            f"{opened.path}, layout {opened.layout}, no float weight of the graph is any{said_too}"
         )
     recipe = Recipe(
         accuracy_level="auto" if accuracy_level is None else str(accuracy_level),
@@ -128,7 +137,7 @@ def _bindings(given: Bindings | str | os.PathLike[str] | None) -> dict[str, str 
     try:
         if path.stat().st_size > _LONGEST:
             raise InputError(f"bindings {path} has {path.stat().st_size} bytes: wanted a table")
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes(), object_pairs_hook=once_each)
     except OSError as error:
         raise InputError(f"bindings {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -152,23 +161,117 @@ def _put_in(
     """
     sites = graph.sites()
     found = bind(sites, checkpoint, names)
+    imported, bound, quantized = _matched(sites, found, checkpoint)
+    taken = take_floats(graph.model, checkpoint.floats, bound, quantized)
+    notes = [*checkpoint.warnings, *_notes(sites, found, checkpoint)]
+    if whole:
+        _check_whole(taken.left, list(unused(checkpoint, found)))
+        return imported, [*notes, *taken.suggestions()]
+    _check_zeros(sites, imported, checkpoint.layout)
+    return imported, [*notes, *taken.notes(), *_strange(sites, imported)]
+
+
+def _matched(
+    sites: Sequence[Site], found: Mapping[str, Bound], checkpoint: Checkpoint
+) -> tuple[dict[str, CheckpointSource], dict[int, BoundFloats], set[int]]:
+    """The sources of quantized sites; of constants, by `id`, their floats, and those replaced.
+
+    Raises:
+        InputError: sites read one constant, and the checkpoint has two for them.
+    """
     sources: dict[Any, CheckpointSource] = {}
     imported: dict[str, CheckpointSource] = {}
-    quantized: set[int] = set()
-    bound: dict[int, tuple[str, bool]] = {}
+    bound: dict[int, BoundFloats] = {}
+    readers: dict[int, dict[str, bool]] = {}
     for site in sites:
         match = found.get(site.name)
         if match is None or site.weight is None:
             continue
+        root, packed = id(site.weight.root), match.entry is not None
         if match.entry is None:
-            bound[id(site.weight.root)] = (match.name, _is_turned(site, match))
-            continue
-        source = _source(site, match)
-        imported[site.name] = sources.setdefault(source.key, source)
-        quantized.add(id(site.weight.root))
-    taken = take_floats(graph.model, checkpoint.floats, bound, quantized)
-    notes = [*checkpoint.warnings, *_notes(sites, found, checkpoint)]
-    return imported, notes if whole else [*notes, *taken.notes()]
+            tensor = _floats(site, match, checkpoint)
+            bound[root] = BoundFloats(match.name, tensor, _is_turned(site, match))
+        else:
+            source = _source(site, match)
+            imported[site.name] = sources.setdefault(source.key, source)
+        names = readers.setdefault(root, {})
+        other = next((each for each in names if each != match.name), None)
+        if other is not None and not (packed and all(names.values())):
+            raise InputError(
+                f"{site.weight_name} is one constant of the graph, and the checkpoint has two for "
+                f"it: {other}, and {match.name}, which {site.name} reads: wanted a graph of "
+                "untied weights, or one parameter for both in --bindings"
+            )
+        names[match.name] = packed
+    quantized = {root for root, names in readers.items() if any(names.values())}
+    return imported, bound, quantized
+
+
+def _check_zeros(
+    sites: Sequence[Site], imported: Mapping[str, CheckpointSource], layout: str
+) -> None:
+    """Refuse zero points that are one off the graph's own weights, as those of another version are.
+
+    Raises:
+        InputError: what the configuration has to say.
+    """
+    other, off = _OTHER_VERSION.get(layout, ("", 0))
+    if other and steps_off(sites, imported) == off:
+        raise InputError(
+            f"the weights are one step {'above' if off > 0 else 'below'} those of the graph "
+            f"throughout: zero points were read as {layout} has them, and lie as {other} has them. "
+            f'In quantization_config, checkpoint_format is to be "{other}"'
+        )
+
+
+def _strange(sites: Sequence[Site], imported: Mapping[str, CheckpointSource]) -> list[str]:
+    """A note of weights that have nothing in common with the graph's own."""
+    names = unlike(sites, imported)
+    if not names:
+        return []
+    return [
+        f"{len(names)} weights of those looked at have nothing in common with the graph's own: "
+        f"{_some(names)}; right only where the checkpoint was made from another training of the "
+        "model, or rotated as a whole"
+    ]
+
+
+def _floats(site: Site, match: Bound, checkpoint: Checkpoint) -> FloatTensor:
+    """The parameter, or the rows of it that a binding names."""
+    tensor = checkpoint.floats[match.name]
+    if not match.part:
+        return tensor
+    if len(tensor.shape) != 2:
+        raise InputError(
+            f"bindings: {site.name} is bound to rows of {match.name}, which has the shape "
+            f"{list(tensor.shape)}: rows of a matrix alone can be bound"
+        )
+    return SomeRows(tensor, match.first, site.n)
+
+
+def _check_whole(left: Sequence[ir.Value], unread: Sequence[str]) -> None:
+    """Refuse a graph that was made from the checkpoint and lacks values of it: it has zeros there.
+
+    Raises:
+        InputError: names the parameters, and the quantized ones that no linear reads.
+    """
+    blank = [value for value in left if _is_blank(value)]
+    if not blank:
+        return
+    quantized = f"; quantized, and read by no linear, are {_some(unread)}" if unread else ""
+    raise InputError(
+        f"the checkpoint gives no values to {len(blank)} parameters of the model that its "
+        f"config.json describes: {_some([value.name or '' for value in blank])}{quantized}. Name "
+        "the float model (qgraph import CHECKPOINT MODEL), and --bindings where names differ"
+    )
+
+
+def _is_blank(value: ir.Value) -> bool:
+    """Whether a constant is a parameter of a module (with a dot in its name), and zeros."""
+    tensor = value.const_value
+    assert tensor is not None
+    named = "." in (value.name or "") and tensor.size > 1
+    return named and not open_array(tensor).any()
 
 
 def _source(site: Site, match: Bound) -> CheckpointSource:

@@ -130,8 +130,8 @@ def inspect(
 def _row(entry: Entry, asked: dict[str, Callable[[Format, int, int], str]]) -> Row:
     fmt = entry.format
     kernels = {target: ask(fmt, entry.n, entry.k) for target, ask in asked.items()}
-    if entry.experts is not None:
-        kernels = dict.fromkeys(kernels, "none: a tensor of experts is bound expert by expert")
+    if entry.experts is not None:  # one expert is bound as a linear, a batch of them is not
+        kernels = {target: f"{kernel}, for one expert" for target, kernel in kernels.items()}
     elif entry.order is not None:
         kernels = {target: f"{kernel} behind a Gather" for target, kernel in kernels.items()}
     return Row(

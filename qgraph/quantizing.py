@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,15 +38,23 @@ LEFT_IN_FLOAT = (
 )  # fmt: skip
 """Modules that are not quantized unless they are named: tables, heads, norms, and the routers of
 mixtures of experts, which servers expect in float."""
+TURNED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
+"""Models of transformers whose linears are Conv1D: `[K, N]`."""
+BY_NAME = "no linear by its name (--include takes it)"
+"""Why such a tensor stays in float."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A tensor that stays in float, and why; `is_weight` says whether it is a matrix."""
+    """A tensor that stays in float, and why.
+
+    is_weight: whether it is a matrix, or several (of experts, of a convolution).
+    """
 
     name: str
     reason: str
     is_weight: bool
+    size: int
     nbytes: int
 
 
@@ -67,12 +76,14 @@ class Quantized:
 
     @property
     def summary(self) -> str:
-        """`quantized 210 of 212 matrices to uint4:group=64 (layout gptq)`."""
-        matrices = len(self.entries) + sum(kept.is_weight for kept in self.kept)
+        """`quantized 210 of 212 weights (98.9 % of their elements) to uint4 (layout gptq)`."""
+        weights = [kept for kept in self.kept if kept.is_weight]
+        done = sum(entry.total_rows * entry.k for entry in self.entries)
+        share = 100 * done / (done + sum(kept.size for kept in weights))
         spelled = ", ".join(sorted({entry.format.spell() for entry in self.entries}))
         return (
-            f"quantized {len(self.entries)} of {matrices} matrices to {spelled} "
-            f"(layout {self.layout})"
+            f"quantized {len(self.entries)} of {len(self.entries) + len(weights)} weights "
+            f"({share:.1f} % of their elements) to {spelled} (layout {self.layout})"
         )
 
 
@@ -87,7 +98,8 @@ class TensorSource(RoundingSource):
 
     def read(self, start: int, stop: int) -> Array:
         """See `RoundingSource.read`."""
-        return np.asarray(self.tensor.rows(start, stop), np.float32)
+        with np.errstate(over="ignore"):  # of float64, and then said by whoever rounds it
+            return np.asarray(self.tensor.rows(start, stop), np.float32)
 
 
 class SolvedTensorSource(TensorSource):
@@ -118,6 +130,7 @@ def quantize_checkpoint(
     output: str | os.PathLike[str],
     *,
     layout: str = "compressed-tensors",
+    like: str | os.PathLike[str] | None = None,
     format: str | None = None,  # noqa: A002
     group: int | None = None,
     solver: str = "rtn",
@@ -134,6 +147,8 @@ def quantize_checkpoint(
         checkpoint: a Hugging Face folder, or a safetensors file.
         output: the folder to write (of layouts of one file, the file); it must not exist.
         layout: `compressed-tensors`, `gptq`, `awq`, `fp8`, … as the registry names them.
+        like: of `gguf`, a GGUF file of the model, from which metadata, names and order are taken.
+            Default: they are made from the folder's config.json and tokenizer.
         format: as `optimize` takes them; None for the layout's own, in groups that divide K.
         group: a group size for it, 0 for the whole row.
         solver: one that needs neither data nor a graph: `rtn`, or `hqq` (which needs torch).
@@ -173,7 +188,7 @@ def quantize_checkpoint(
         raise CoverageError(_nothing(opened, kept, fmt, layout))
     names = {entry.name for entry in entries}
     floats = [tensor for name, tensor in opened.floats.items() if name not in names]
-    folder = opened.path if opened.path.is_dir() else None
+    folder = _beside(opened, layout, like)
     steps.stage("quantizing", total=1000)
     files = target.save(
         Path(output),
@@ -181,9 +196,17 @@ def quantize_checkpoint(
         lambda done, total: steps.advance(1000 * done // max(1, total)),
     )
     steps.finish()
-    return Quantized(
-        Path(output), tuple(files), layout, tuple(entries), tuple(kept), opened.warnings
-    )
+    warnings = (*opened.warnings, *target.notes(entries))
+    return Quantized(Path(output), tuple(files), layout, tuple(entries), tuple(kept), warnings)
+
+
+def _beside(opened: Checkpoint, layout: str, like: str | os.PathLike[str] | None) -> Path | None:
+    """What the new checkpoint is to be like: a GGUF file, or the folder, if it is one."""
+    if like is None:
+        return opened.path if opened.path.is_dir() else None
+    if layout != "gguf" or not Path(like).is_file():
+        raise InputError(f"--like {like}: wanted a GGUF file, for the layout gguf")
+    return Path(like)
 
 
 def _ranges(name: str) -> Ranges | None:
@@ -214,6 +237,12 @@ def _check(opened: Checkpoint, output: Path) -> None:
             f"{opened.path} is quantized already (layout {opened.layout}): rounding again would "
             "lose quality; wanted the float checkpoint that it was made from"
         )
+    turned = opened.config.get("model_type")
+    if turned in TURNED:
+        raise InputError(
+            f"{opened.path} is a {turned}, which stores its linears [inputs, outputs]: their rows "
+            "would be taken for outputs; wanted qgraph export, which knows the model's graph"
+        )
     parents = [output.absolute(), *output.absolute().parents]
     if opened.path.is_dir() and any(same_file(parent, opened.path) for parent in parents):
         raise InputError(f"{output} lies in {opened.path}: choose a folder outside the input")
@@ -239,6 +268,8 @@ def _reason(
     """Why a tensor stays in float, or None."""
     if len(tensor.shape) != 2:
         return f"rank {len(tensor.shape)}"
+    if 0 in tensor.shape:
+        return "it has no elements"
     if tensor.dtype.name not in FLOATS:
         return f"its type is {tensor.dtype.name}"
     if any(_matches(name, pattern) for pattern in exclude):
@@ -247,7 +278,7 @@ def _reason(
         named = any(_matches(name, pattern) for pattern in include)
         return None if named else "not included"
     if not name.endswith(".weight") or any(_matches(name.lower(), glob) for glob in LEFT_IN_FLOAT):
-        return "no linear by its name (--include takes it)"
+        return BY_NAME
     return None
 
 
@@ -258,8 +289,9 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _kept(tensor: FloatTensor, reason: str) -> Kept:
-    size = int(np.prod(tensor.shape)) * tensor.dtype.itemsize
-    return Kept(tensor.name, reason, len(tensor.shape) == 2, size)
+    size = math.prod(tensor.shape)
+    is_weight = len(tensor.shape) > 1
+    return Kept(tensor.name, reason, is_weight, size, size * tensor.dtype.itemsize)
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
@@ -290,8 +322,9 @@ def _format(
 
 def _nothing(opened: Checkpoint, kept: Sequence[Kept], fmt: Format, layout: str) -> str:
     """Why nothing was quantized."""
-    reasons = [item.reason for item in kept if item.is_weight] or ["it has no matrices"]
-    most = max(set(reasons), key=reasons.count)
+    reasons = [item.reason for item in kept if item.is_weight] or ["it has no weights"]
+    # Of as many, one that an option changes: names say no more than that no linear was meant.
+    most = max(dict.fromkeys(reasons), key=lambda each: (reasons.count(each), each != BY_NAME))
     return (
         f"nothing in {opened.path} can be quantized to {fmt.spell()} in the layout {layout}: "
         f"{most} ({reasons.count(most)} of {len(reasons)})"

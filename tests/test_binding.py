@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -12,6 +14,7 @@ from packed import (
     MLP,
     MLP_FLOATS,
     K,
+    MemoryEntry,
     checkpoint,
     entry,
     floats,
@@ -59,6 +62,7 @@ def test_rows_of_a_fused_tensor_by_a_binding(tmp_path: Path, out: Path) -> None:
         ({"one.weight": "qvk.weight"}, r"no such parameter; did you mean 'qkv\.weight'"),
         ({"one.weight": "qkv.weight[0:47]"}, r"wanted 48 of the rows of qkv.weight \[64, 64\]"),
         ({"one.weight": "qkv.weight[40:88]"}, r"one is \[48, 64\]"),
+        ({"one.weight": f"qkv.weight[0:{'9' * 5000}]"}, r"no such parameter"),
         ({"one.weight": "qkv.weight"}, r"checkpoint's qkv.weight is \[64, 64\].*\[0:48\]"),
     ],
 )
@@ -79,6 +83,7 @@ def test_bindings_that_do_not_hold_name_both_sides(
     [
         ("[1]", "wanted a table"),
         ("{", "is no JSON"),
+        ('{"up": "a", "up": "b"}', "is no JSON: the key 'up' stands there twice"),
         ('{"up": 3}', "'up' → 3: wanted the name of a parameter, or null"),
         (None, "No such file"),
     ],
@@ -205,3 +210,94 @@ def test_a_renamed_float_lies_as_the_site_reads_it(tmp_path: Path, out: Path) ->
     imported(given, save(tmp_path, TWO, weights), out, bindings=names)
     kept = {i.name: onnx.numpy_helper.to_array(i) for i in onnx.load(out).graph.initializer}
     np.testing.assert_array_equal(kept["val_2"], (second + np.float32(1)).T)
+
+
+def test_rows_of_floats_by_a_binding(tmp_path: Path, out: Path) -> None:
+    whole = RNG.standard_normal((3 * K, K)).astype(np.float32)
+    weights = floats(val_1=(K, K), val_2=(K, K))
+    first = np.ascontiguousarray(weights["val_1"].T)
+    given = checkpoint(entry("q.weight", first), floats={"kv.weight": whole})
+    names = {"val_1": "q.weight", "val_2": f"kv.weight[{K}:{2 * K}]"}
+    imported(given, save(tmp_path, TWO, weights), out, bindings=names)
+    kept = {i.name: onnx.numpy_helper.to_array(i) for i in onnx.load(out).graph.initializer}
+    np.testing.assert_array_equal(kept["val_2"], whole[K : 2 * K].T)
+    stack = checkpoint(entry("q.weight", first), floats={"kv.weight": whole.reshape(3, K, K)})
+    with pytest.raises(InputError, match=r"two is bound to rows of kv.weight, which has the shape"):
+        imported(stack, save(tmp_path, TWO, weights), None, bindings=names)
+
+
+TIED = """(int64[M] ids) => (float[M, 32] y) {
+    [embed] h = Gather (E__weight, ids)
+    t = Transpose <perm = [1, 0]> (E__weight)
+    [head] y = MatMul (h, t)
+}"""
+
+
+def test_one_constant_takes_one_parameter(tmp_path: Path) -> None:
+    """A head that is quantized, and a table that is not, are none that a tied graph can hold."""
+    weights = floats(E__weight=(32, K))
+    head = entry("head.weight", weights["E.weight"])
+    table = {"table.weight": weights["E.weight"], "other.weight": weights["E.weight"]}
+    model = save(tmp_path, TIED, weights)
+    for target in ("head.weight", "other.weight"):
+        names = {"embed": "table.weight", "head": target}
+        with pytest.raises(InputError, match=rf"two for it: table\.weight, and {target}, which he"):
+            imported(checkpoint(head, floats=table), model, None, bindings=names)
+
+
+def strangers(result: Any) -> list[str]:
+    """Notes of weights that are not the graph's."""
+    return [note for note in result.report.notes if "nothing in common" in note]
+
+
+def test_weights_that_have_nothing_in_common_are_told(mlp: Path) -> None:
+    given = mlp_checkpoint()
+    other = RNG.standard_normal((2 * K, K)).astype(np.float32)
+    strange = checkpoint(
+        entry("l.0.up.weight", other),
+        given.entries["l.0.down.weight"],
+        floats=mlp_floats("l.0.up.bias"),
+    )
+    (note,) = strangers(imported(strange, mlp, None))
+    assert note.startswith("1 weights of those looked at have")
+    assert "own: l.0.up.weight;" in note
+    assert not strangers(imported(given, mlp, None))
+
+
+def test_factors_of_channels_are_no_strangers(mlp: Path) -> None:
+    """AWQ multiplies columns, and divides what stands in front."""
+    given = mlp_checkpoint()
+    up = floats(**MLP_FLOATS)["l.0.up.weight"].T * RNG.uniform(0.5, 2, K).astype(np.float32)
+    scaled = checkpoint(
+        entry("l.0.up.weight", np.ascontiguousarray(up), "uint4:group=32"),
+        given.entries["l.0.down.weight"],
+        floats=mlp_floats("l.0.up.bias"),
+    )
+    assert not strangers(imported(scaled, mlp, None))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("layout, off", [("gptq", -1), ("gptq_v2", 1)])
+def test_zero_points_of_the_other_version_are_refused(
+    mlp: Path, bits: int, layout: str, off: int
+) -> None:
+    """Asymmetric weights do not tell which version they are; the graph's own weights do."""
+    given = mlp_checkpoint(f"uint{bits}:group=32")
+    right = dataclasses.replace(given, layout=layout)
+    imported(right, mlp, None)
+    up = right.entries["l.0.up.weight"]
+    assert isinstance(up, MemoryEntry) and up.weight.zeros is not None
+    zeros = (up.weight.zeros.astype(int) - off).clip(0, 2**bits - 1).astype(np.uint8)
+    moved = dataclasses.replace(up, weight=dataclasses.replace(up.weight, zeros=zeros))
+    wrong = checkpoint(moved, floats=mlp_floats("l.0.up.bias", "l.0.down.weight"))
+    wrong = dataclasses.replace(wrong, layout=layout)
+    other = "gptq_v2" if layout == "gptq" else "gptq"
+    with pytest.raises(InputError, match=f'one step .* checkpoint_format is to be "{other}"'):
+        imported(wrong, mlp, None)
+    imported(dataclasses.replace(wrong, layout="awq"), mlp, None)
+
+
+def mlp_floats(*names: str) -> dict[str, Any]:
+    """Some of MLP's weights, as its graph has them."""
+    weights = floats(**MLP_FLOATS)
+    return {name: weights[name] for name in names}

@@ -10,6 +10,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from checkpoint_folders import write_folder
+from decoders import decoder
 from packed import checkpoint, entry
 
 import qgraph
@@ -206,6 +208,48 @@ def test_a_recipe_for_a_quantized_model_is_refused(tmp_path: Path, model: Path) 
         qgraph.export_checkpoint(tmp_path / "q.onnx", tmp_path / "o", layout="gptq", format="int4")
 
 
+def with_metadata(source: Path, target: Path, change: Any) -> Path:
+    """A copy of a model that says something else of its sites."""
+    proto = onnx.load(source)
+    (prop,) = (each for each in proto.metadata_props if each.key == "qgraph")
+    told = json.loads(prop.value)
+    prop.value = json.dumps({**told, "sites": change(told["sites"])})
+    onnx.save(proto, target)
+    return target
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sites: [1],
+        lambda sites: dict.fromkeys(sites, "x"),
+        lambda sites: {name: {**site, "k": "abc"} for name, site in sites.items()},
+        lambda sites: {name: {**site, "format": [1]} for name, site in sites.items()},
+        lambda sites: {name: {**site, "format": "nf4"} for name, site in sites.items()},
+    ],
+)
+def test_metadata_that_is_none_is_passed_over(tmp_path: Path, model: Path, change: Any) -> None:
+    qgraph.optimize(model, tmp_path / "q.onnx", format="int4", group=32, check=False)
+    with_metadata(tmp_path / "q.onnx", tmp_path / "told.onnx", change)
+    for name in ("q", "told"):
+        qgraph.export_checkpoint(tmp_path / f"{name}.onnx", tmp_path / name, layout="gptq")
+    own, found = (open_checkpoint(tmp_path / name).entries for name in ("q", "told"))
+    assert {each.shape for each in found.values()} == {each.shape for each in own.values()}
+    for one, other in zip(own.values(), found.values(), strict=True):
+        np.testing.assert_array_equal(one.dequantized(0, one.n), other.dequantized(0, one.n))
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path: Path, model: Path) -> None:
+    up = np.zeros((2 * K, K // 2), np.float16)
+    tensors = {"up.weight": up, "down.weight": np.zeros((K, 2 * K), np.float16)}
+    folder = write_folder(tmp_path / "f", tensors, {})
+    with pytest.raises(InputError, match=r"has up\.weight \[256, 64\], and the model \[256, 128\]"):
+        qgraph.export_checkpoint(
+            model, tmp_path / "out", layout="gptq", like=folder, min_elements=0
+        )
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_quantized_is_no_success(tmp_path: Path, model: Path) -> None:
     with pytest.raises(CoverageError, match="nothing was quantized"):
         qgraph.export_checkpoint(model, tmp_path / "out", layout="gptq", exclude=["*"])
@@ -281,3 +325,17 @@ def llama(torch: Any, transformers: Any) -> Any:
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_second_weights_are_left_out_and_that_is_said(tmp_path: Path) -> None:
+    source = decoder(tmp_path / "m.onnx")
+    given: dict[str, Any] = {"group": 32, "embedding": "float"}
+    for name, more in (("one", {}), ("two", {"purpose": "both"})):
+        qgraph.optimize(source, tmp_path / f"{name}.onnx", **given, **more)
+    one, two = (
+        qgraph.export_checkpoint(tmp_path / f"{name}.onnx", tmp_path / name, layout="gptq")
+        for name in ("one", "two")
+    )
+    assert one.weights == two.weights
+    (note,) = set(two.notes) - set(one.notes)
+    assert "linears have a second weight, for many rows" in note

@@ -55,7 +55,7 @@ def reference(given: Checkpoint, x: Array, bias: Array | None = None) -> Array:
 def test_every_site_reads_the_checkpoint_s_numbers(mlp: Path, out: Path, up: str) -> None:
     given = mlp_checkpoint(up)
     result = imported(given, mlp, out)
-    assert ops(out) == {"MatMulNBits": 2, "Add": 1, "Relu": 1}
+    assert ops(out) == {"MatMulNBits": 2, "Relu": 1}
     assert [item.solver for item in result.plan.decisions] == ["imported", "imported"]
     x = RNG.standard_normal((5, K)).astype(np.float32)
     found = qgraph.open(out).run({"x": x})["y"]
@@ -101,6 +101,9 @@ def test_a_tied_head_and_embedding_share_one_blob(tmp_path: Path, out: Path) -> 
     np.testing.assert_allclose(found, table[ids] @ fc.T @ table.T, atol=1e-5, rtol=1e-5)
 
 
+FUSED_BIAS = "fused ops: 1 linear_bias"
+
+
 def test_floats_take_the_checkpoint_s_values(mlp: Path, out: Path) -> None:
     given = mlp_checkpoint()
     bias = np.linspace(-1, 1, 2 * K, dtype=np.float32)
@@ -108,7 +111,8 @@ def test_floats_take_the_checkpoint_s_values(mlp: Path, out: Path) -> None:
     given = dataclasses.replace(given, floats={"l.0.up.bias": tensor})
     result = imported(given, mlp, out)
     assert result.report.notes == [
-        "1 float constants have the checkpoint's values in place of the graph's: l.0.up.bias"
+        "1 float constants have the checkpoint's values in place of the graph's: l.0.up.bias",
+        FUSED_BIAS,
     ]
     x = RNG.standard_normal((4, K)).astype(np.float32)
     want = reference(given, x, bias.astype(np.float16).astype(np.float32))
@@ -118,7 +122,8 @@ def test_floats_take_the_checkpoint_s_values(mlp: Path, out: Path) -> None:
 def test_what_the_checkpoint_lacks_is_said(mlp: Path) -> None:
     given = dataclasses.replace(mlp_checkpoint(), floats={})
     assert imported(given, mlp, None).report.notes == [
-        "1 float constants are not in the checkpoint and stay as the graph has them: l.0.up.bias"
+        "1 float constants are not in the checkpoint and stay as the graph has them: l.0.up.bias",
+        FUSED_BIAS,
     ]
     wrong = checkpoint(*mlp_checkpoint().entries.values(), floats={"l.0.up.bias": np.zeros(3)})
     with pytest.raises(InputError, match=r"up\.bias is \[128\], and the checkpoint's .* \[3\]"):
@@ -133,7 +138,7 @@ def test_layers_left_in_float_are_kept_and_reported(mlp: Path, out: Path) -> Non
         floats={"l.0.down.weight": down, "l.0.up.bias": np.zeros(2 * K, np.float32)},
     )
     result = imported(given, mlp, out)
-    assert ops(out) == {"MatMulNBits": 1, "Add": 1, "Relu": 1, "Gemm": 1}
+    assert ops(out) == {"MatMulNBits": 1, "Relu": 1, "Gemm": 1}
     assert result.plan["down"].reason == "FLOAT_IN_CHECKPOINT"
     kept = {i.name: onnx.numpy_helper.to_array(i) for i in onnx.load(out).graph.initializer}
     np.testing.assert_array_equal(kept["l.0.down.weight"], down)
@@ -267,3 +272,66 @@ def test_a_model_that_is_packed_already_takes_nothing(mlp: Path, out: Path) -> N
     imported(mlp_checkpoint(), mlp, out)
     with pytest.raises(CoverageError, match=r"of the 2 quantized parameters of memory, .* any"):
         imported(mlp_checkpoint(), out, out.with_name("again.onnx"))
+
+
+def test_floats_without_a_place_are_told(tmp_path: Path) -> None:
+    """A bias that the graph has no node for: its output is another."""
+    text = f"(float[M, {K}] x) => (float[M, 32] y) {{ [one] y = Gemm<transB = 1> (x, a__weight) }}"
+    weights = floats(a__weight=(32, K))
+    beside = {"a.bias": np.ones(32, np.float32), "ids": np.arange(3)}
+    given = checkpoint(entry("a.weight", weights["a.weight"]), floats=beside)
+    (note,) = imported(given, save(tmp_path, text, weights), None).report.notes
+    assert note.startswith("1 float tensors of the checkpoint are not in the graph")
+    assert note.endswith(": a.bias")
+
+
+def test_floats_are_found_by_the_end_of_their_names(mlp: Path, out: Path) -> None:
+    given = mlp_checkpoint()
+    bias = np.linspace(-1, 1, 2 * K, dtype=np.float32)
+    entries = [dataclasses.replace(each, name=f"m.{name}") for name, each in given.entries.items()]
+    named = checkpoint(*entries, floats={"m.l.0.up.bias": bias, "m.l.1.up.bias": bias + 1})
+    notes = imported(named, mlp, out).report.notes
+    assert any("found by the end of its name: l.0.up.bias → m.l.0.up.bias" in n for n in notes)
+    x = RNG.standard_normal((4, K)).astype(np.float32)
+    np.testing.assert_allclose(
+        qgraph.open(out).run({"x": x})["y"], reference(given, x, bias), atol=1e-5, rtol=1e-5
+    )
+
+
+def of_its_own(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, given: Checkpoint, **blank: tuple[int, ...]
+) -> Any:
+    """The import of a checkpoint alone, the graph from its config.json being MLP's, of zeros."""
+    zeros = {name: np.zeros_like(value) for name, value in floats(**MLP_FLOATS, **blank).items()}
+    text = MLP if not blank else MLP.replace("c = Relu (b)", "d = Add (b, l__0__add) c = Relu (d)")
+    graph = qgraph.capture(save(folder, text, zeros))
+    monkeypatch.setattr("qgraph.importing._own_graph", lambda _: graph)
+    return imported(given, None, None)
+
+
+def test_a_model_of_its_own_lacks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights without values are zeros there, and a model of zeros is none."""
+    given = mlp_checkpoint()
+    whole = of_its_own(monkeypatch, tmp_path, given)
+    assert all(item.quantized for item in whole.plan.decisions)
+    without = dataclasses.replace(given, floats={})
+    with pytest.raises(InputError, match=r"no values to 1 parameters .*: l\.0\.up\.bias\. N"):
+        of_its_own(monkeypatch, tmp_path, without)
+    with pytest.raises(InputError, match=r"no values to 1 parameters .*: l\.0\.add"):
+        of_its_own(monkeypatch, tmp_path, given, l__0__add=(2 * K,))
+    renamed = {f"m.{name}": dataclasses.replace(each, name=f"m.{name}") for name, each in
+               given.entries.items()}  # fmt: skip
+    bias = {"m.l.0.up.bias": given.floats["l.0.up.bias"]}
+    notes = of_its_own(
+        monkeypatch, tmp_path, dataclasses.replace(given, entries=renamed, floats=bias)
+    ).report.notes
+    assert any("l.0.up.bias → " in note for note in notes)
+
+
+def test_products_beyond_float32_are_named(mlp: Path, out: Path) -> None:
+    up, down = mlp_checkpoint().entries.values()
+    assert isinstance(up, MemoryEntry)
+    scales = np.full(up.weight.scales.shape, 3e38, np.float32)
+    with pytest.raises(InputError, match=r"l\.0\.up\.weight: NON_FINITE_WEIGHT: a code times its"):
+        imported(checkpoint(damaged(up, scales=scales), down), mlp, out)
+    assert not list(out.parent.iterdir())

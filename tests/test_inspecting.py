@@ -54,6 +54,19 @@ def test_formats_groups_and_bits(tmp_path: Path) -> None:
     assert gate.kernels == {"ort-cpu": "MatMulNBits bits=4 block=32 level=4 behind a Gather"}
 
 
+def test_experts_are_shown_with_the_kernel_of_one(tmp_path: Path) -> None:
+    tensors = {
+        "model.experts.up_blocks": np.ones((3, 64, 2, 16), np.uint8),
+        "model.experts.up_scales": np.full((3, 64, 2), 127, np.uint8),
+    }
+    place = write_folder(tmp_path / "m", tensors, {"quant_method": "mxfp4"})
+    (row,) = qgraph.inspect(place, targets=["ort-cpu"]).rows
+    alone = folder(tmp_path / "n", COMPRESSED_TENSORS, "mxfp4")
+    kernel = qgraph.inspect(alone, targets=["ort-cpu"]).rows[0].kernels["ort-cpu"]
+    assert row.shape == (3, 64, 64)
+    assert row.kernels["ort-cpu"] == f"{kernel}, for one expert"
+
+
 def test_a_format_without_a_kernel_says_why(tmp_path: Path) -> None:
     place = folder(tmp_path / "m", COMPRESSED_TENSORS, "mxfp8")
     (kernel,) = {row.kernels["ort-cpu"] for row in qgraph.inspect(place, targets=["ort-cpu"]).rows}

@@ -68,7 +68,8 @@ def test_linears_are_rounded_as_the_format_has_it(tmp_path: Path, layout: str, d
     for name in set(tensors) - {entry.name for entry in done.entries}:
         np.testing.assert_array_equal(found.floats[name].rows(0, len(tensors[name])), tensors[name])
     assert (tmp_path / "out" / "tokenizer.json").exists()
-    assert "quantized 3 of 6 matrices" in done.summary
+    # 3 · 64 · 128 of 6 · 64 · 128 elements and those of two experts
+    assert "quantized 3 of 7 weights (48.0 % of their elements)" in done.summary
 
 
 def test_names_choose_and_exclude(tmp_path: Path) -> None:
@@ -126,11 +127,28 @@ def test_groups_chosen_here_divide_every_row(tmp_path: Path) -> None:
 
 def test_nothing_that_can_be_quantized_is_an_error(tmp_path: Path) -> None:
     model(tmp_path / "in", k=192)
-    with pytest.raises(CoverageError, match=r"groups of 128 do not divide K = 192 \(3 of 6\)"):
+    with pytest.raises(CoverageError, match=r"groups of 128 do not divide K = 192 \(3 of 7\)"):
         quantize_checkpoint(
             tmp_path / "in", tmp_path / "out", layout="awq", format="uint4", group=128
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_matrices_without_elements_stay_as_they_are(tmp_path: Path) -> None:
+    tensors = model(tmp_path / "in")
+    tensors |= {"a.weight": np.zeros((0, 64), np.float16), "b.weight": np.zeros((8, 0), np.float16)}
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    done = quantize_checkpoint(tmp_path / "in", tmp_path / "out", format="int4", group=32)
+    reasons = {kept.name: kept.reason for kept in done.kept}
+    assert reasons["a.weight"] == reasons["b.weight"] == "it has no elements"
+    assert open_checkpoint(tmp_path / "out").floats["a.weight"].shape == (0, 64)
+
+
+def test_linears_that_lie_turned_are_refused(tmp_path: Path) -> None:
+    model(tmp_path / "in")
+    (tmp_path / "in" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(InputError, match=r"a gpt2, which stores its linears \[inputs, outputs\]"):
+        quantize_checkpoint(tmp_path / "in", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +190,8 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(["quantize", str(tmp_path / "in"), "-o", str(out), "--layout", "gptq"]) == 0
     text = capsys.readouterr().out
     assert "3 × in float: no linear by its name" in text
-    assert "quantized 3 of 6 matrices to uint4:group=128 (layout gptq)" in text
+    assert "1 × in float: rank 3; such as model.layers.0.experts" in text
+    assert "quantized 3 of 7 weights (48.0 % of their elements) to uint4:group=128 (" in text
     assert f"wrote {out}/config.json" in text
     assert f"next: qgraph inspect {out}" in text
     assert run(["quantize", str(tmp_path / "in"), "-o", str(out)]) == 2

@@ -19,7 +19,7 @@ from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorS
 from qgraph.checkpoints.fp8 import unquantized
 from qgraph.checkpoints.integers import Grid
 from qgraph.checkpoints.scales import SCALE_TYPES, checked, scale_dtype, written_type
-from qgraph.checkpoints.tensors import Stored, StoredTensor, part, wanted
+from qgraph.checkpoints.tensors import Stored, StoredTensor, bias_of, called, part, wanted
 from qgraph.checkpoints.words import WORD_BITS, pack_words, unpack_words
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, QuantizedWeight
@@ -100,15 +100,16 @@ class Awq(CheckpointLayout):
     def read(self, stored: Stored) -> Checkpoint:
         """See `CheckpointLayout.read`."""
         said = stored.quantization
-        version = str(said.get("version", "gemm")).lower()
-        bits = said.get("bits", said.get("w_bit", _BITS))
+        version = str(said.get("version") or "gemm").lower()
+        bits = said.get("bits") or said.get("w_bit") or _BITS
         if version != "gemm" or bits != _BITS:
             raise InputError(
-                f"{stored.path} is AWQ of version {version!r} with {bits} bits: wanted gemm with "
+                f"{stored.path} is AWQ of version {version!r} with {bits!r} bits: wanted gemm with "
                 f"{_BITS}; load it where it was made and save it as gemm"
             )
         modules = integers.packed_modules(stored, _PARTS)
-        found = [_entry(stored, name, parts) for name, parts in modules.items()]
+        size = said.get("group_size", said.get("q_group_size"))
+        found = [_entry(stored, name, parts, size) for name, parts in modules.items()]
         used = {tensor.name for parts in modules.values() for tensor in parts.values()}
         return Checkpoint(
             stored.path,
@@ -116,7 +117,7 @@ class Awq(CheckpointLayout):
             {entry.name: entry for entry in found},
             {name: tensor for name, tensor in stored.tensors.items() if name not in used},
             stored.config,
-            tuple(_contradictions(said, found)),
+            tuple(integers.contradictions(None, size, found)),
         )
 
     def scale_dtype(self, source: np.dtype[Any]) -> ir.DataType:
@@ -170,7 +171,9 @@ class Awq(CheckpointLayout):
         }
 
 
-def _entry(stored: Stored, module: str, parts: Mapping[str, StoredTensor]) -> AwqEntry:
+def _entry(
+    stored: Stored, module: str, parts: Mapping[str, StoredTensor], said_size: Any
+) -> AwqEntry:
     """One linear, its tensors' shapes checked."""
     qweight, scales = part(module, parts, "qweight"), part(module, parts, "scales")
     qzeros = part(module, parts, "qzeros")
@@ -183,36 +186,19 @@ def _entry(stored: Stored, module: str, parts: Mapping[str, StoredTensor]) -> Aw
     wanted(qweight, [np.int32], (k, -(-n // _IN_WORD)))
     wanted(qzeros, [np.int32], (nb, -(-n // _IN_WORD)))
     wanted(scales, SCALE_TYPES, (nb, n))
-    span = -(-k // nb)
-    if -(-k // span) != nb:
-        raise InputError(
-            f"{scales.path}: {scales.name} has {nb} groups, which {k} inputs cannot be cut into"
-        )
+    _, _, span = integers.groups(scales, None, k, nb, said_size)
     symmetric = bool((unpack_outputs(qzeros.array())[:, :n] == 1 << (_BITS - 1)).all())
     grid = integers.grid(module, _BITS, span, k, symmetric)
     return AwqEntry(
-        name=f"{module}.weight",
+        name=called(module, "weight"),
         n=n,
         k=k,
         format=grid.format,
         scale_dtype=scale_dtype(scales),
-        bias=integers.bias_of(module, stored.tensors),
+        bias=bias_of(module, stored.tensors),
         stored=parts,
         grid=grid,
     )
-
-
-def _contradictions(said: Mapping[str, Any], entries: Sequence[AwqEntry]) -> list[str]:
-    """Where the configuration contradicts the tensors, which are right."""
-    size = said.get("group_size", said.get("q_group_size"))
-    for entry in entries:
-        wide = entry.k if size == -1 else min(size or entry.grid.span, entry.k)
-        if wide != entry.grid.span:
-            return [
-                f"the configuration says group_size {size}, and {entry.name} has groups of "
-                f"{entry.grid.span}: the tensors count"
-            ]
-    return []
 
 
 AWQ = Awq()

@@ -215,11 +215,13 @@ class CheckpointLayout(ABC):
     name: its name in the registry.
     default_format: the format, spelled, that is written where none is asked for.
     half_scales: whether its readers take scales as float16.
+    only_half_scales: whether it stores them so, whatever they were.
     """
 
     name: str
     default_format: str
     half_scales: ClassVar[bool] = False
+    only_half_scales: ClassVar[bool] = False
 
     @abstractmethod
     def detect(self, stored: Stored) -> bool:
@@ -244,6 +246,10 @@ class CheckpointLayout(ABC):
     @abstractmethod
     def can_write(self, entry: Entry) -> str | None:
         """Why this weight cannot be written (format, shape, act order), or None if it can."""
+
+    def notes(self, entries: Sequence[Entry]) -> list[str]:
+        """What a user should know of writing these weights: what of them changes, how far."""
+        return []
 
     @abstractmethod
     def specs(self, entry: Entry) -> dict[str, TensorSpec]:

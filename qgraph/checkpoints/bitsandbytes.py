@@ -69,7 +69,7 @@ class Bitsandbytes(CheckpointLayout):
         fmt = entry.format
         if entry.experts is not None:
             return "it has an expert axis, wanted one weight per expert"
-        if fmt.name == "int8-row":
+        if fmt.name in ("int8-row", "int8-pairs"):
             return None
         if not isinstance(fmt, Bnb4) or fmt.group not in BLOCKS:
             sizes = ", ".join(str(size) for size in BLOCKS if size in GROUPS)

@@ -10,7 +10,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from qgraph.checkpoints.base import Entry
-from qgraph.checkpoints.tensors import Stored, StoredTensor, finite, part, wanted
+from qgraph.checkpoints.tensors import (
+    Stored,
+    StoredTensor,
+    bias_of,
+    called,
+    finite,
+    part,
+    wanted,
+)
 from qgraph.errors import InputError
 from qgraph.formats.base import GROUPS, Array, QuantizedWeight, parse
 from qgraph.formats.bitsandbytes import NESTED, Bnb4, scale_levels
@@ -152,13 +160,12 @@ def four_bits(stored: Stored, module: str, parts: Mapping[str, StoredTensor]) ->
     absmax = part(module, parts, "weight.absmax")
     wanted(absmax, [np.uint8 if state.nested else np.float32], (state.scales,))
     _check_levels(part(module, parts, "weight.quant_map"), _format(state.kind, group, double=False))
-    bias = f"{module}.bias"
     return Bnb4Entry(
-        name=f"{module}.weight",
+        name=called(module, "weight"),
         n=state.n,
         k=state.k,
         format=_format(state.kind, group, double=_stays_double(module, parts, state, repeats)),
-        bias=bias if bias in stored.tensors else None,
+        bias=bias_of(module, stored.tensors),
         stored={
             **parts,
             "weight": dataclasses.replace(weight, dtype=np.dtype(np.uint8), shape=(weight.nbytes,)),
@@ -245,12 +252,11 @@ def int8(stored: Stored, module: str, parts: Mapping[str, StoredTensor]) -> Int8
             f"{form.path}: {form.name} says that the weight is tiled for one kind of GPU: wanted "
             "0, row by row, as current versions of bitsandbytes save it"
         )
-    bias = f"{module}.bias"
     return Int8Entry(
-        name=f"{module}.weight",
+        name=called(module, "weight"),
         n=n,
         k=k,
         format=parse("int8-row"),
-        bias=bias if bias in stored.tensors else None,
+        bias=bias_of(module, stored.tensors),
         stored={"weight": weight, "SCB": scb},
     )

@@ -19,6 +19,7 @@ from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorS
 from qgraph.checkpoints.compressed_tensors_schemes import Scheme, scheme_of, schemes_reason
 from qgraph.checkpoints.compressed_tensors_weights import read_weight
 from qgraph.checkpoints.fp8 import read_fp8, unquantized
+from qgraph.checkpoints.integers import GroupedEntry, contradictions
 from qgraph.checkpoints.tensors import Stored
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
@@ -52,32 +53,38 @@ class CompressedTensors(CheckpointLayout):
     def detect(self, stored: Stored) -> bool:
         """See `CheckpointLayout.detect`."""
         said = stored.quantization
-        return said.get("quant_method", "config_groups" in said) in ("compressed-tensors", True)
+        own = self.name if "config_groups" in said else ""
+        return bool(said.get("quant_method", own) == self.name)
 
     def read(self, stored: Stored) -> Checkpoint:
         """See `CheckpointLayout.read`."""
         said = stored.quantization
         groups = _groups(said)
         _check_formats(stored, said, groups)
-        arguments = groups[0].get("weights") if len(groups) == 1 else None
+        _check_transforms(stored, said)
+        weighed = groups[0].get("weights") if len(groups) == 1 else None
+        arguments = weighed if isinstance(weighed, Mapping) else {}
         entries: dict[str, Entry] = {}
         used: set[str] = set()
         for module, parts in stored.modules((*_WEIGHT_PARTS, *_ACTIVATION_PARTS)).items():
             weights = {name: tensor for name, tensor in parts.items() if name in _WEIGHT_PARTS}
-            entry = read_weight(stored, module, weights, arguments or {}) if weights else None
+            entry = read_weight(stored, module, weights, arguments) if weights else None
             if entry is not None:
                 entries[entry.name] = entry
                 used |= {tensor.name for tensor in parts.values()}
         left = {name: tensor for name, tensor in stored.tensors.items() if name not in used}
-        block = (arguments or {}).get("block_structure")
         rest = read_fp8(
-            dataclasses.replace(stored, tensors=left),
-            self.name,
-            (block[0], block[1]) if isinstance(block, list) and len(block) == 2 else None,
+            dataclasses.replace(stored, tensors=left), self.name, arguments.get("block_structure")
         )
         entries |= rest.entries
         ordered = {name: entries[name] for name in _in_file_order(stored, entries)}
-        warnings = _contradictions(arguments or {}, ordered)
+        warnings = _contradictions(arguments, ordered)
+        loose = [name for name in rest.floats if name.endswith(".weight_scale")]
+        if loose:
+            warnings.append(
+                f"{len(loose)} weights have scales and lie in float, such as {loose[0]}: they were "
+                "saved before they were compressed, and are read as floats, not rounded"
+            )
         if any(group.get("input_activations") for group in groups):
             warnings.append(
                 "its activations are to be quantized too, which is up to the runtime: the "
@@ -157,6 +164,24 @@ def _check_formats(
             )
 
 
+def _check_transforms(stored: Stored, said: Mapping[str, Any]) -> None:
+    """Refuse rotations of activations, without which the weights are not those of the model.
+
+    Those of weights ("weight_input", "weight_output") are part of what is stored.
+    """
+    transforms = said.get("transform_config")
+    for group in _groups(transforms if isinstance(transforms, Mapping) else {}):
+        applied = group.get("apply")
+        for place in applied if isinstance(applied, list) else ():
+            where = place.get("location") if isinstance(place, Mapping) else None
+            if not str(where).startswith("weight_"):
+                raise InputError(
+                    f"{stored.path} has a transform_config with {group.get('type')!r} at "
+                    f"{where!r}: activations are to be rotated as the model runs, which no graph "
+                    "here does; wanted a checkpoint without, or with rotations of weights alone"
+                )
+
+
 def _in_file_order(stored: Stored, entries: Mapping[str, Entry]) -> list[str]:
     """The names of entries in the order in which their first tensor lies in the file."""
     places = {name: at for at, name in enumerate(stored.tensors)}
@@ -169,22 +194,13 @@ def _in_file_order(stored: Stored, entries: Mapping[str, Entry]) -> list[str]:
 
 def _contradictions(said: Mapping[str, Any], entries: Mapping[str, Entry]) -> list[str]:
     """Where the configuration of all weights contradicts the tensors, which are right."""
-    for entry in entries.values():
-        grid = getattr(entry, "grid", None)
-        if grid is None:
-            continue
-        size, bits = said.get("group_size"), said.get("num_bits")
-        if isinstance(size, int) and size > 0 and min(size, entry.k) != grid.span:
-            return [
-                f"the configuration says group_size {size}, and {entry.name} has groups of "
-                f"{grid.span}: the tensors count"
-            ]
-        if "weight_packed" in entry.stored and bits not in (None, grid.bits):
-            return [
-                f"the configuration says {bits} bits, and {entry.name} has {grid.bits}: the "
-                "tensors count"
-            ]
-    return []
+    integers = [entry for entry in entries.values() if isinstance(entry, GroupedEntry)]
+    packed = [entry for entry in integers if "weight_packed" in entry.stored]
+    size = said.get("group_size") or None
+    return [
+        *contradictions(said.get("num_bits"), None, packed),
+        *contradictions(None, size, [] if size == -1 else integers),
+    ]
 
 
 COMPRESSED_TENSORS = CompressedTensors()

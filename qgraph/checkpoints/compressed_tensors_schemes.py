@@ -145,7 +145,7 @@ class IntQuantized(Scheme):
 
     def reason(self, entry: Entry) -> str | None:
         """See `Scheme.reason`."""
-        if entry.format.name != "int8-row":
+        if entry.format.name not in ("int8-row", "int8-pairs"):
             return f"it is {entry.format.spell()}, wanted int8-row"
         return integers.integer_reason(entry, (8,), zeros=False)
 

@@ -22,12 +22,21 @@ from qgraph.checkpoints.integers import GroupedEntry
 from qgraph.checkpoints.modelopt import Nvfp4Entry
 from qgraph.checkpoints.mxfp4 import Mxfp4Entry
 from qgraph.checkpoints.scales import SCALE_TYPES, checked, scale_dtype
-from qgraph.checkpoints.tensors import Stored, StoredTensor, finite, part, wanted
+from qgraph.checkpoints.tensors import (
+    Stored,
+    StoredTensor,
+    bias_of,
+    called,
+    finite,
+    part,
+    wanted,
+)
 from qgraph.checkpoints.words import WORD_BITS, unpack_words, words_of
 from qgraph.errors import InputError
-from qgraph.formats.base import Array, Part, QuantizedWeight
+from qgraph.formats.base import Array, Part, QuantizedWeight, parse
 from qgraph.formats.mx import BLOCK, MXFP4, MXFP8
 from qgraph.formats.nvfp4 import NVFP4
+from qgraph.formats.packing import padded
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 RECIPROCAL = (
@@ -91,14 +100,16 @@ class Mxfp8Entry(Entry):
         """See `Entry.rows`."""
         weight = self.stored["weight"]
         codes = finite(weight, weight.rows(start, stop), start).view(np.uint8)
-        parts: dict[Part, Array] = {"codes": codes, "scales": self._bytes(start, stop)}
+        scales = self._bytes(start, stop)
+        whole = padded(codes, scales.shape[1] * BLOCK)  # the last block of a row may be shorter
+        parts: dict[Part, Array] = {"codes": whole, "scales": scales}
         return self.format.unpack(parts, stop - start, self.k, self.format.default_layout)
 
     def dequantized(self, start: int, stop: int) -> Array:
         """See `Entry.dequantized`: e4m3·2^(byte − 127)."""
         numbers = self.stored["weight"].rows(start, stop).astype(np.float32)
         exponents = np.repeat(self._bytes(start, stop).astype(np.int32) - 127, BLOCK, axis=1)
-        return np.ldexp(numbers, exponents)
+        return np.ldexp(numbers, exponents[:, : self.k])
 
     def _bytes(self, start: int, stop: int) -> Array:
         """u8 `[n, K/32]`; 255 is no number."""
@@ -122,14 +133,20 @@ def read_weight(
     else:
         return None
     common: dict[str, Any] = {
-        "name": f"{module}.weight",
-        "bias": integers.bias_of(module, stored.tensors),
+        "name": called(module, "weight"),
+        "bias": bias_of(module, stored.tensors),
     }
     if len(weight.shape) != 2 or 0 in weight.shape:
         raise InputError(
             f"{weight.path}: {weight.name} is {list(weight.shape)}, wanted a matrix with elements"
         )
     n, width = weight.shape
+    block = NVFP4.group if scale.dtype == E4M3 else BLOCK
+    if weight.dtype == np.uint8 and 2 * width % block:
+        raise InputError(
+            f"{weight.path}: {weight.name} is uint8 {[n, width]}, wanted [N, K/2] with K a "
+            f"multiple of {block}"
+        )
     if weight.dtype == np.uint8 and scale.dtype == E4M3:
         return _nvfp4(module, parts, n, 2 * width, common)
     if weight.dtype == np.uint8:
@@ -176,13 +193,13 @@ def _integers(
         wanted(zeros, [np.int32], (words_of(n, bits), nb))
     elif zeros is not None:
         wanted(zeros, [np.int8], zeros.shape if zeros.shape == scale.shape else (n, nb))
-    g_idx, size = parts.get("weight_g_idx"), said.get("group_size")
+    g_idx = parts.get("weight_g_idx")
     if g_idx is not None:
         wanted(g_idx, [np.int32, np.int64], (k,))
-    group_of, order, span = integers.groups(g_idx, k, nb)
-    if g_idx is None and isinstance(size, int) and size > 0 and -(-k // size) == nb:
-        span, group_of = size, np.arange(k) // size  # the last group may be shorter
+    group_of, order, span = integers.groups(scale, g_idx, k, nb, said.get("group_size"))
     grid = integers.grid(module, bits, span, k, _is_symmetric(zeros, bits, n))
+    if weight.dtype == np.int8 and grid.format.symmetric and not grid.format.group:
+        grid = dataclasses.replace(grid, format=parse("int8-row"))  # as it is written
     return IntegerEntry(
         n=n,
         k=k,

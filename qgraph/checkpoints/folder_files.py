@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,25 @@ def _json(path: Path) -> Any:
     try:
         if path.stat().st_size > _LARGEST_JSON:
             raise InputError(f"{path} has {path.stat().st_size} bytes; wanted a short JSON file")
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes(), object_pairs_hook=once_each)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is no JSON ({error}): download it again") from None
+
+
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of JSON, as `object_pairs_hook` of `json.loads` has it.
+
+    Raises:
+        ValueError: a key stands there twice, and readers differ on which of the two counts.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"the key {twice[:200]!r} stands there twice")
+    return found
 
 
 def shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
@@ -69,6 +86,9 @@ def shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
             f"wanted {ONE_FILE}. Many models have it beside the pickle; else load the "
             "model where you trust it, and save_pretrained writes it"
         )
+    single = sorted(path.name for path in folder.glob("*.gguf"))
+    if single:
+        raise InputError(f"{folder} has no {ONE_FILE}, but {single[0]}: name that file itself")
     raise InputError(f"{folder} has no {ONE_FILE}: download the weights too")
 
 

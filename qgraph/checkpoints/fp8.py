@@ -17,7 +17,15 @@ import numpy as np
 
 from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorSpec
 from qgraph.checkpoints.scales import SCALE_TYPES, checked, scale_dtype
-from qgraph.checkpoints.tensors import Stored, StoredTensor, finite, part, wanted
+from qgraph.checkpoints.tensors import (
+    Stored,
+    StoredTensor,
+    bias_of,
+    called,
+    finite,
+    part,
+    wanted,
+)
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, Format, QuantizedWeight, parse
 from qgraph.formats.fp8 import Fp8
@@ -49,12 +57,12 @@ class Fp8Entry(Entry):
     def rows(self, start: int, stop: int) -> QuantizedWeight:
         """See `Entry.rows`."""
         weight = self.stored["weight"]
-        codes = weight.rows(start, stop)
-        finite(weight, codes, start)
-        nb = count_groups(self.k, self.format.group)
-        repeats = self.wide // self.format.group if self.format.group else 1
-        scales = np.repeat(self._scales(start, stop), repeats, axis=1)[:, :nb]
-        return QuantizedWeight(codes.view(np.uint8), scales)
+        codes = finite(weight, weight.rows(start, stop), start).view(np.uint8)
+        nb, group = count_groups(self.k, self.format.group), self.format.group or self.k
+        scales = np.repeat(self._scales(start, stop), self.wide // group, axis=1)[:, :nb]
+        zero = np.repeat(scales == 0, group, axis=1)[:, : self.k]
+        # The format stores a scale of 0 as 1, by which kernels can divide.
+        return QuantizedWeight(np.where(zero, np.uint8(0), codes) if zero.any() else codes, scales)
 
     def dequantized(self, start: int, stop: int) -> Array:
         """See `Entry.dequantized`: fp8·scale."""
@@ -83,9 +91,7 @@ class Fp8Checkpoints(CheckpointLayout):
 
     def read(self, stored: Stored) -> Checkpoint:
         """See `CheckpointLayout.read`."""
-        said = stored.quantization.get("weight_block_size")
-        block = _block_size(said) if said is not None else None
-        return read_fp8(stored, self.name, block)
+        return read_fp8(stored, self.name, stored.quantization.get("weight_block_size"))
 
     def can_write(self, entry: Entry) -> str | None:
         """See `CheckpointLayout.can_write`."""
@@ -157,10 +163,10 @@ def unquantized(floats: Sequence[str]) -> list[str]:
     return [name for name in names if "norm" not in name.rpartition(".")[2]]
 
 
-def read_fp8(stored: Stored, layout: str, block: tuple[int, int] | None) -> Checkpoint:
+def read_fp8(stored: Stored, layout: str, said: Any) -> Checkpoint:
     """Every linear whose weight has a type of 8 bits.
 
-    block: rows and columns that share a scale, where the configuration says so.
+    said: rows and columns that share a scale, as the configuration has them; None without.
     """
     entries: dict[str, Entry] = {}
     used: set[str] = set()
@@ -169,7 +175,7 @@ def read_fp8(stored: Stored, layout: str, block: tuple[int, int] | None) -> Chec
         weight = parts.get("weight")
         if weight is None or weight.dtype not in _FORMATS:
             continue
-        entry = _entry(stored, module, weight, parts, block)
+        entry = _entry(stored, module, weight, parts, _block_size(stored, said))
         entries[entry.name] = entry
         used |= {tensor.name for tensor in parts.values()}
         if any(name in parts for name in _STATIC):
@@ -178,13 +184,15 @@ def read_fp8(stored: Stored, layout: str, block: tuple[int, int] | None) -> Chec
     return Checkpoint(stored.path, layout, entries, floats, stored.config, notes)
 
 
-def _block_size(said: Any) -> tuple[int, int]:
-    """`weight_block_size`, if blocks of 128 fill its blocks."""
+def _block_size(stored: Stored, said: Any) -> tuple[int, int] | None:
+    """Rows and columns of a block, if blocks of 128 fill it; None where nothing is said."""
+    if said is None:
+        return None
     sizes = said if isinstance(said, list) and len(said) == 2 else [0, 0]
     if not all(isinstance(size, int) and size > 0 and size % BLOCK == 0 for size in sizes):
         raise InputError(
-            f"weight_block_size is {said!r}, wanted two multiples of {BLOCK}: other blocks have "
-            "no format here"
+            f"{stored.path}: weight_block_size is {said!r}, wanted two multiples of {BLOCK}: "
+            "other blocks have no format here"
         )
     return sizes[0], sizes[1]
 
@@ -204,14 +212,13 @@ def _entry(
         )
     n, k = weight.shape
     tall, wide, granularity = _granularity(scale, n, k, block)
-    bias = f"{module}.bias"
     return Fp8Entry(
-        name=f"{module}.weight",
+        name=called(module, "weight"),
         n=n,
         k=k,
         format=_format(weight, granularity),
         scale_dtype=scale_dtype(scale),
-        bias=bias if bias in stored.tensors else None,
+        bias=bias_of(module, stored.tensors),
         stored={"weight": weight, "scale": scale},
         tall=tall,
         wide=wide,

@@ -8,133 +8,59 @@ order of rows are those of transformers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.checkpoints.base import Checkpoint, Entry, FloatTensor
+from qgraph.checkpoints.base import (
+    Checkpoint,
+    CheckpointLayout,
+    Entry,
+    FloatTensor,
+    Outgoing,
+    TensorSpec,
+)
 from qgraph.checkpoints.gguf_blocks import BlockType
-from qgraph.checkpoints.gguf_file import MAGIC, GgufTensor, read_header
+from qgraph.checkpoints.gguf_encoding import ASKED_FOR, Choice, NoType, choose, format_of
+from qgraph.checkpoints.gguf_entries import GgufEntry, GgufFloats
+from qgraph.checkpoints.gguf_file import MAGIC, GgufTensor, parts_of, read_header
 from qgraph.checkpoints.gguf_names import Names, names_of
-from qgraph.checkpoints.tensors import Stored, StoredTensor
+from qgraph.checkpoints.gguf_writing import encoded, save_file
+from qgraph.checkpoints.tensors import Stored
 from qgraph.errors import InputError
-from qgraph.formats.base import Array, Format, QuantizedWeight, parse
-from qgraph.formats.minimums import MINIMUMS, zero_points
-
-_NARROWER = {"Q5_0": 5, "Q5_1": 5, "Q2_K": 2, "Q3_K": 3, "Q5_K": 5, "Q6_K": 6, "IQ4_NL": 4}
-"""Bits of codes that are held in more."""
+from qgraph.formats.base import Array, Format, parse
+from qgraph.registry import did_you_mean
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class GgufEntry(Entry):
-    """A quantized tensor of a GGUF file.
-
-    type: ggml's.
-    places: the row of the file that each row is, int64 `[N]`; None where they lie in order.
-    """
-
-    type: BlockType
-    places: Array | None = None
-
-    def rows(self, start: int, stop: int) -> QuantizedWeight:
-        """See `Entry.rows`."""
-        found = self.type.decode(self._blocks(start, stop))
-        codes, scales = found.codes.reshape(-1, self.k), self._grid(found.scales, start)
-        if found.minimums is None:
-            return QuantizedWeight(codes, scales.astype(self.scale_dtype.numpy(), copy=False))
-        return moved(codes, scales, self._grid(found.minimums, start), self.format)
-
-    def dequantized(self, start: int, stop: int) -> Array:
-        """See `Entry.dequantized`."""
-        return self.type.dequantized(self._blocks(start, stop)).reshape(-1, self.k)
-
-    def _blocks(self, start: int, stop: int) -> Array:
-        """The blocks of some rows, u8 `[m, nbytes]`."""
-        data = rows_of(self.stored["blocks"], self.places, start, stop)
-        return data.reshape(-1, self.type.nbytes)
-
-    def _grid(self, values: Array, row: int) -> Array:
-        """Scales or minimums as float32 `[n, nb]`, of rows from `row` on."""
-        values = values.reshape(-1, self.k // self.type.group)
-        bad = np.argwhere(~np.isfinite(values))
-        if len(bad):
-            at, tensor = bad[0], self.stored["blocks"]
-            raise InputError(
-                f"{tensor.path}: {tensor.name} holds the scale {values[tuple(at)]} in group "
-                f"{at[1]} of row {row + at[0]}, wanted finite numbers: the file is damaged, or was "
-                "made from weights that were"
-            )
-        return values
-
-
-def moved(codes: Array, scales: Array, least: Array, fmt: Format) -> QuantizedWeight:
-    """What scale·code + minimum is as a float-zero weight: see `formats.minimums`.
-
-    codes uint8 `[n, K]`; scales, least: float32 `[n, nb]`. The minimum moved to the middle of the
-    codes is exact in float64; it is kept so where float32 would round it. A group without a scale
-    is its minimum times a code of 1, which float zero points can say too.
-    """
-    middle = 1 << (fmt.bits - 1)
-    constant = (scales == 0) & (least != 0)
-    if constant.any():
-        codes = np.where(np.repeat(constant, fmt.group, axis=1), np.uint8(1), codes)
-        scales, least = np.where(constant, least, scales), np.where(constant, 0, least)
-    exact = least + scales.astype(np.float64) * middle
-    minimums = exact.astype(np.float32)
-    more = {MINIMUMS: minimums if np.array_equal(minimums, exact) else exact}
-    return QuantizedWeight(codes, scales, zero_points(scales, exact, middle), more)
-
-
-@dataclasses.dataclass(frozen=True)
-class GgufFloats:
-    """An unquantized tensor under its parameter's name, rows in the parameter's order.
-
-    added: what the file's numbers are more than the parameter's.
-    """
-
-    name: str
-    stored: StoredTensor
-    places: Array | None = None
-    added: float = 0.0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `FloatTensor.shape`."""
-        return self.stored.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """See `FloatTensor.dtype`."""
-        return self.stored.dtype
-
-    def rows(self, start: int, stop: int) -> Array:
-        """See `FloatTensor.rows`."""
-        found = rows_of(self.stored, self.places, start, stop)
-        return found - found.dtype.type(self.added) if self.added else found
-
-
-def rows_of(stored: StoredTensor, places: Array | None, start: int, stop: int) -> Array:
-    """Rows `start:stop`, each of which lies at its place; of experts, counted through.
-
-    stored: `[N, …]`, or `[E, N, …]` without places.
-    """
-    if len(stored.shape) > 2:
-        stored = stored.matrix()
-    if places is None:
-        return stored.rows(start, stop)
-    wanted = places[start:stop]
-    first = int(wanted.min())
-    rows: Array = stored.rows(first, int(wanted.max()) + 1)[wanted - first]
-    return rows
-
-
-class Gguf:
+class Gguf(CheckpointLayout):
     """See `CheckpointLayout`."""
 
     name = "gguf"
     default_format = "int4:group=32,scale=signed"
+    half_scales = True
+    only_half_scales = True
+
+    def __init__(self, wanted: str | None = None) -> None:
+        """wanted: the type of weights that several types hold, one of `ASKED_FOR`; any case.
+
+        Raises:
+            InputError: another.
+        """
+        self.wanted = wanted.upper() if wanted is not None else None
+        if self.wanted is not None and self.wanted not in ASKED_FOR:
+            near = did_you_mean(self.wanted, ASKED_FOR)
+            raise InputError(f"no GGUF type {wanted!r}{near} (wanted: {', '.join(ASKED_FOR)})")
+        if self.wanted not in (None, "Q4_0"):
+            self.default_format = format_of(self.wanted)
+        self._choices: weakref.WeakKeyDictionary[Entry, Choice] = weakref.WeakKeyDictionary()
+
+    def scale_dtype(self, source: np.dtype[Any]) -> ir.DataType:
+        """See `CheckpointLayout.scale_dtype`."""
+        return ir.DataType.FLOAT16
 
     def detect(self, stored: Stored) -> bool:
         """See `CheckpointLayout.detect`."""
@@ -150,15 +76,96 @@ class Gguf:
                 f"the architecture {names.architecture!r} is not known: tensors keep the names "
                 "that the file has, and their rows its order",
             )
+        parts = parts_of(file)
+        if parts > 1:
+            warnings += (
+                f"the file is one of {parts} that hold the model: llama-gguf-split --merge makes "
+                "one of them",
+            )
         entries: dict[str, Entry] = {}
         floats: dict[str, FloatTensor] = {}
         for own, tensor in file.tensors.items():
             name = names.transformers(own)
-            if tensor.type is None or len(tensor.shape) < 2:
+            if name in entries or name in floats:
+                raise InputError(f"{file.path}: {own!r} and another tensor are both {name!r}")
+            if tensor.type is None:
                 floats[name] = _floats(name, own, names, tensor)
+            elif len(tensor.shape) < 2:
+                raise InputError(
+                    f"{file.path}: {own!r} is a vector of {tensor.type.name}, wanted one of floats"
+                )
             else:
                 entries[name] = _entry(name, own, names, tensor, file.tensors)
         return Checkpoint(stored.path, self.name, entries, floats, file.fields, warnings)
+
+    def can_write(self, entry: Entry) -> str | None:
+        """See `CheckpointLayout.can_write`; by all rows of the weight."""
+        try:
+            self.choice(entry)
+        except NoType as error:
+            return str(error)
+        return None
+
+    def notes(self, entries: Sequence[Entry]) -> list[str]:
+        """See `CheckpointLayout.notes`."""
+        errors = {entry.name: self.choice(entry).error for entry in entries}
+        moved = {name: error for name, error in errors.items() if error}
+        found = []
+        if moved:
+            worst = max(moved, key=lambda name: moved[name])
+            found.append(
+                f"{len(moved)} of {len(entries)} weights change as they are written, for GGUF "
+                "stores scales and minimums in float16, or in steps of one: ‖W − W'‖/‖W‖ is "
+                f"{moved[worst]:.1e} at most, in {worst}"
+            )
+        return found + self._others(entries)
+
+    def _others(self, entries: Sequence[Entry]) -> list[str]:
+        """Which weights do not have the type that is wanted."""
+        if self.wanted is None:
+            return []
+        wanted = format_of(self.wanted)
+        if all(self.choice(entry).type.name != self.wanted for entry in entries):
+            return [f"no weight is written as {self.wanted}, which holds {wanted}"]
+        alike = [entry for entry in entries if entry.format.spell() == wanted]
+        others = [entry for entry in alike if self.choice(entry).type.name != self.wanted]
+        if not others:
+            return []
+        name, kind = others[0].name, self.choice(others[0]).type.name
+        return [
+            f"{len(others)} of {len(alike)} weights are not {self.wanted}, whose blocks do not "
+            f"divide their rows, such as {name} ({kind})"
+        ]
+
+    def choice(self, entry: Entry) -> Choice:
+        """The type of a weight, looked for once.
+
+        Raises:
+            NoType: there is none.
+        """
+        if entry not in self._choices:
+            self._choices[entry] = choose(entry, self.wanted)
+        return self._choices[entry]
+
+    def specs(self, entry: Entry) -> dict[str, TensorSpec]:
+        """See `CheckpointLayout.specs`; blocks of rows in the parameter's order."""
+        kind = self.choice(entry).type
+        shape = entry.n, entry.k // kind.size * kind.nbytes
+        return {entry.name: TensorSpec(np.dtype(np.uint8), shape)}
+
+    def write(self, entry: Entry) -> dict[str, Array]:
+        """See `CheckpointLayout.write`."""
+        return {entry.name: encoded(entry, self.choice(entry).type)}
+
+    def config(self, entries: Sequence[Entry], floats: Sequence[str]) -> dict[str, Any]:
+        """See `CheckpointLayout.config`: each tensor says its own type."""
+        return {}
+
+    def save(
+        self, out: Path, outgoing: Outgoing, progress: Callable[[int, int], None] | None = None
+    ) -> list[Path]:
+        """See `CheckpointLayout.save`: one file, with the tokenizer of `outgoing.beside`."""
+        return save_file(out, outgoing, lambda entry: self.choice(entry).type, progress)
 
 
 def _floats(name: str, own: str, names: Names, tensor: GgufTensor) -> GgufFloats:
@@ -172,8 +179,6 @@ def _entry(
     *experts, n, k = tensor.shape
     assert tensor.type is not None
     bias = f"{own.removesuffix('.weight')}.bias"
-    bits = _NARROWER.get(tensor.type.name)
-    note = f"{tensor.type.name}: codes of {bits} bits, held in {{}}"
     fmt = parse(tensor.type.format)
     if "group" in fmt.options:
         fmt = dataclasses.replace(fmt, group=tensor.type.group)
@@ -185,11 +190,17 @@ def _entry(
         scale_dtype=ir.DataType.FLOAT16 if tensor.type.half_scales else ir.DataType.FLOAT,
         experts=int(np.prod(experts)) if experts else None,
         bias=names.transformers(bias) if bias in others else None,
-        notes=(note.format(fmt.bits),) if bits else (),
+        notes=_notes(tensor.type, fmt),
         stored={"blocks": tensor.stored},
         type=tensor.type,
         places=names.order(own, n),
     )
+
+
+def _notes(kind: BlockType, fmt: Format) -> tuple[str, ...]:
+    if kind.bits == fmt.bits:
+        return ()
+    return (f"{kind.name}: codes of {kind.bits} bits, held in {fmt.bits}, exactly",)
 
 
 GGUF = Gguf()

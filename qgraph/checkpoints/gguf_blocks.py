@@ -19,11 +19,11 @@ import numpy as np
 
 from qgraph.formats import small_floats
 from qgraph.formats.base import Array
-from qgraph.formats.packing import pack_bits, unpack_bits
+from qgraph.formats.packing import unpack_bits
 
 K = 256
 """Weights in a block of the K types."""
-_HALF = np.dtype("<f2")
+HALF = np.dtype("<f2")
 _IQ4_NL = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )
@@ -47,18 +47,18 @@ class Blocks(NamedTuple):
 class BlockType:
     """One quantized type: its number in files, and our format that holds it exactly.
 
+    bits: of a code.
     decode: u8 `[m, nbytes]` → `Blocks`.
-    encode: the inverse, for types that are written; it wants what `decode` may give.
     """
 
     name: str
     number: int
     size: int
     nbytes: int
+    bits: int
     format: str
     group: int
     decode: Callable[[Array], Blocks]
-    encode: Callable[[Blocks], Array] | None = None
 
     @property
     def half_scales(self) -> bool:
@@ -83,30 +83,14 @@ def _planes(data: Array, bits: int, run: int) -> Array:
     return np.ascontiguousarray(codes.swapaxes(2, 3)).reshape(len(data), -1)
 
 
-def _to_planes(codes: Array, bits: int, run: int) -> Array:
-    """The inverse of `_planes`."""
-    planes = codes.reshape(len(codes), -1, 8 // bits, run).swapaxes(2, 3)
-    return pack_bits(np.ascontiguousarray(planes).reshape(len(codes), -1), bits)
-
-
 def _half(data: Array) -> Array:
     """float32 `[m, x/2]` of the bytes of float16 numbers `[m, x]`."""
-    return np.ascontiguousarray(data).view(_HALF).astype(np.float32)
-
-
-def _from_half(values: Array) -> Array:
-    """The inverse of `_half`, for numbers that float16 holds."""
-    return np.ascontiguousarray(values.astype(_HALF)).view(np.uint8)
+    return np.ascontiguousarray(data).view(HALF).astype(np.float32)
 
 
 def _q4_0(data: Array) -> Blocks:
     codes = _planes(data[:, 2:], 4, 16) - np.uint8(8)
     return Blocks(codes.view(np.int8), _half(data[:, :2]))
-
-
-def _to_q4_0(blocks: Blocks) -> Array:
-    codes = blocks.codes.view(np.uint8) + np.uint8(8)
-    return np.concatenate([_from_half(blocks.scales), _to_planes(codes, 4, 16)], axis=1)
 
 
 def _q4_1(data: Array) -> Blocks:
@@ -115,8 +99,8 @@ def _q4_1(data: Array) -> Blocks:
 
 def _fifth(high: Array, low: Array) -> Array:
     """5-bit codes: the highest bits u8 `[m, 4]` in order, the low ones `[m, 16]` in planes."""
-    codes: Array = _planes(low, 4, 16) | unpack_bits(high, 1) << np.uint8(4)
-    return codes
+    found: Array = _planes(low, 4, 16) | unpack_bits(high, 1) << np.uint8(4)
+    return found
 
 
 def _q5_0(data: Array) -> Blocks:
@@ -131,10 +115,6 @@ def _q5_1(data: Array) -> Blocks:
 
 def _q8_0(data: Array) -> Blocks:
     return Blocks(np.ascontiguousarray(data[:, 2:]).view(np.int8), _half(data[:, :2]))
-
-
-def _to_q8_0(blocks: Blocks) -> Array:
-    return np.concatenate([_from_half(blocks.scales), blocks.codes.view(np.uint8)], axis=1)
 
 
 def _iq4_nl(data: Array) -> Blocks:
@@ -175,13 +155,6 @@ def _sixes(packed: Array) -> tuple[Array, Array]:
     return np.concatenate(scales, axis=1), np.concatenate(minimums, axis=1)
 
 
-def to_sixes(scales: Array, minimums: Array) -> Array:
-    """The inverse of `_sixes`: u8 `[m, 12]`."""
-    low = scales[:, 4:] & np.uint8(15) | (minimums[:, 4:] & np.uint8(15)) << np.uint8(4)
-    tops = [each[:, :4] | each[:, 4:] >> np.uint8(4) << np.uint8(6) for each in (scales, minimums)]
-    return np.concatenate([*tops, low], axis=1)
-
-
 def _k_grid(data: Array) -> tuple[Array, Array]:
     """Scales and minimums `[m, 8]` of a Q4_K or Q5_K block."""
     scales, minimums = _sixes(data[:, 4:16])
@@ -207,18 +180,18 @@ def _q6_k(data: Array) -> Blocks:
 BLOCK_TYPES = {
     each.number: each
     for each in (
-        BlockType("Q4_0", 2, 32, 18, "int4", 32, _q4_0, _to_q4_0),
-        BlockType("Q4_1", 3, 32, 20, "uint4:zero=float", 32, _q4_1),
-        BlockType("Q5_0", 6, 32, 22, "int8", 32, _q5_0),
-        BlockType("Q5_1", 7, 32, 24, "uint8:zero=float", 32, _q5_1),
-        BlockType("Q8_0", 8, 32, 34, "int8", 32, _q8_0, _to_q8_0),
-        BlockType("Q2_K", 10, K, 84, "uint4:zero=float", 16, _q2_k),
-        BlockType("Q3_K", 11, K, 110, "int4", 16, _q3_k),
-        BlockType("Q4_K", 12, K, 144, "uint4:zero=float", 32, _q4_k),
-        BlockType("Q5_K", 13, K, 176, "uint8:zero=float", 32, _q5_k),
-        BlockType("Q6_K", 14, K, 210, "int8", 16, _q6_k),
-        BlockType("IQ4_NL", 20, 32, 18, "int8", 32, _iq4_nl),
-        BlockType("MXFP4", 39, 32, 17, "mxfp4:order=halves", 32, _mxfp4),
+        BlockType("Q4_0", 2, 32, 18, 4, "int4", 32, _q4_0),
+        BlockType("Q4_1", 3, 32, 20, 4, "uint4:zero=float", 32, _q4_1),
+        BlockType("Q5_0", 6, 32, 22, 5, "int8", 32, _q5_0),
+        BlockType("Q5_1", 7, 32, 24, 5, "uint8:zero=float", 32, _q5_1),
+        BlockType("Q8_0", 8, 32, 34, 8, "int8", 32, _q8_0),
+        BlockType("Q2_K", 10, K, 84, 2, "uint4:zero=float", 16, _q2_k),
+        BlockType("Q3_K", 11, K, 110, 3, "int4", 16, _q3_k),
+        BlockType("Q4_K", 12, K, 144, 4, "uint4:zero=float", 32, _q4_k),
+        BlockType("Q5_K", 13, K, 176, 5, "uint8:zero=float", 32, _q5_k),
+        BlockType("Q6_K", 14, K, 210, 6, "int8", 16, _q6_k),
+        BlockType("IQ4_NL", 20, 32, 18, 4, "int8", 32, _iq4_nl),
+        BlockType("MXFP4", 39, 32, 17, 4, "mxfp4:order=halves", 32, _mxfp4),
     )
 }
 """By their number in files."""

@@ -119,13 +119,18 @@ class Names:
 
         name: GGUF's.
         """
-        kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-        return halves_of_pairs(n, self.heads[kind]) if kind in self.heads else None
+        heads = self.heads.get(_kind(name), 0)
+        return halves_of_pairs(n, heads) if heads else None
 
     def added(self, name: str) -> float:
         """What the file's numbers are more than the parameter's: 1 for Gemma's norms."""
         norm = name.endswith("norm.weight") and self.architecture in _NORMS_PLUS_ONE
         return 1.0 if norm else 0.0
+
+
+def _kind(name: str) -> str:
+    """What a tensor of a layer is: "attn_q" of blk.3.attn_q.weight."""
+    return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
 
 
 def halves_of_pairs(n: int, heads: int) -> Array:
@@ -150,9 +155,10 @@ def names_of(file: GgufFile) -> Names:
             name = f"{architecture}.attention.head_count"
         heads[kind] = file.number(name)
     for name, tensor in file.tensors.items():
-        kind, n = name.rpartition(".")[0].rpartition(".")[2], tensor.shape[-2:][0]
-        if kind in heads and n % (2 * heads[kind]):
+        per_row, rows = 2 * heads.get(_kind(name), 0), tensor.shape[0]
+        if per_row and (len(tensor.shape) > 2 or rows % per_row):
             raise InputError(
-                f"{file.path}: {name} has {n} rows, wanted a multiple of 2 · {heads[kind]} heads"
+                f"{file.path}: {name!r} is {list(tensor.shape)}, wanted a matrix or vector, its "
+                f"rows a multiple of 2 · {per_row // 2} heads"
             )
     return Names(architecture, heads)

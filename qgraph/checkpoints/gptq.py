@@ -21,7 +21,7 @@ from qgraph.checkpoints import integers
 from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorSpec
 from qgraph.checkpoints.integers import GroupedEntry
 from qgraph.checkpoints.scales import SCALE_TYPES, checked, scale_dtype, written_type
-from qgraph.checkpoints.tensors import Stored, StoredTensor, part, wanted
+from qgraph.checkpoints.tensors import Stored, StoredTensor, bias_of, called, part, wanted
 from qgraph.checkpoints.words import WORD_BITS, pack_words, unpack_words, words_of
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
@@ -76,13 +76,13 @@ class Gptq(CheckpointLayout):
             return self.name == "gptq" and "gptq" in str(said.get("packing_format"))
         if said.get("quant_method", _method_of(stored)) not in ("gptq", "gptq_v2"):
             return False
-        version = said.get("checkpoint_format", said.get("format", said.get("quant_method")))
+        version = _version(said) or said.get("quant_method")
         return bool(version == "gptq_v2") == (self.name == "gptq_v2")
 
     def read(self, stored: Stored) -> Checkpoint:
         """See `CheckpointLayout.read`."""
         said = stored.quantization
-        kind = said.get("checkpoint_format", said.get("format", "gptq"))
+        kind = _version(said) or "gptq"
         if kind not in ("gptq", "gptq_v2"):
             raise InputError(
                 f"{stored.path} is packed as checkpoint_format {kind!r}: wanted gptq or gptq_v2"
@@ -91,8 +91,10 @@ class Gptq(CheckpointLayout):
         linears = [_linear(name, parts, said.get("bits")) for name, parts in modules.items()]
         warnings: list[str] = []
         shift = self._shift(said, linears, warnings)
-        found = [_entry(stored, linear, shift) for linear in linears]
-        warnings += _contradictions(said, found)
+        size = said.get("group_size")
+        found = [_entry(stored, linear, shift, size) for linear in linears]
+        if not said.get("dynamic"):  # bits and groups of single modules
+            warnings += integers.contradictions(said.get("bits"), size, found)
         used = {tensor.name for parts in modules.values() for tensor in parts.values()}
         return Checkpoint(
             stored.path,
@@ -210,6 +212,11 @@ def _as_it_was(codes: Array, order: Array) -> Array:
     return found
 
 
+def _version(said: Mapping[str, Any]) -> Any:
+    """The version that a configuration names, if any."""
+    return said.get("checkpoint_format") or said.get("format")
+
+
 def _method_of(stored: Stored) -> str:
     """The method of a quantize_config.json, which names none."""
     says = {"bits", "group_size", "desc_act"} <= set(stored.quantization)
@@ -269,41 +276,26 @@ def _bits(qweight: StoredTensor, qzeros: StoredTensor, n: int, k: int | None, sa
     return said if said in found else found[0]
 
 
-def _entry(stored: Stored, linear: _Linear, shift: int) -> GptqEntry:
+def _entry(stored: Stored, linear: _Linear, shift: int, said_size: Any) -> GptqEntry:
     """One linear, its groups found."""
-    group_of, order, span = integers.groups(linear.parts.get("g_idx"), linear.k, linear.nb)
+    scales, g_idx = linear.parts["scales"], linear.parts.get("g_idx")
+    group_of, order, span = integers.groups(scales, g_idx, linear.k, linear.nb, said_size)
     middle = (1 << (linear.bits - 1)) - shift
     grid = integers.grid(linear.module, linear.bits, span, linear.k, linear.zeros == {middle})
     return GptqEntry(
-        name=f"{linear.module}.weight",
+        name=called(linear.module, "weight"),
         n=linear.n,
         k=linear.k,
         format=grid.format,
-        scale_dtype=scale_dtype(linear.parts["scales"]),
+        scale_dtype=scale_dtype(scales),
         order=order,
-        bias=integers.bias_of(linear.module, stored.tensors),
+        bias=bias_of(linear.module, stored.tensors),
         notes=grid.note,
         stored=linear.parts,
         grid=grid,
         shift=shift,
         group_of=group_of,
     )
-
-
-def _contradictions(said: Mapping[str, Any], entries: Sequence[GptqEntry]) -> list[str]:
-    """Where the configuration contradicts the tensors, which are right; each kind once."""
-    if said.get("dynamic"):  # bits and groups of single modules
-        return []
-    found: dict[str, str] = {}
-    bits, size = said.get("bits"), said.get("group_size")
-    for entry in entries:
-        if bits not in (None, entry.grid.bits):
-            found.setdefault("bits", f"{bits} bits, and {entry.name} has {entry.grid.bits}")
-        wide = entry.k if size == -1 else min(size or entry.grid.span, entry.k)
-        if wide != entry.grid.span:
-            text = f"group_size {size}, and {entry.name} has groups of {entry.grid.span}"
-            found.setdefault("group", text)
-    return [f"the configuration says {text}: the tensors count" for text in found.values()]
 
 
 V1 = Gptq("gptq", 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -55,6 +56,22 @@ class Grid:
         """Scales or zero points `[n, ceil(K/span)]` as the format has them, `[n, nb]`."""
         nb = count_groups(k, self.format.group)
         return np.repeat(values, self.repeats, axis=1)[:, :nb] if self.repeats > 1 else values
+
+
+class GridEntry(Protocol):
+    """An entry of integer codes."""
+
+    @property
+    def name(self) -> str:
+        """See `Entry`."""
+
+    @property
+    def k(self) -> int:
+        """See `Entry`."""
+
+    @property
+    def grid(self) -> Grid:
+        """How its codes lie in the format."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -125,18 +142,28 @@ def packed_modules(stored: Stored, suffixes: Collection[str]) -> dict[str, dict[
     }
 
 
-def groups(g_idx: StoredTensor | None, k: int, nb: int) -> tuple[Array, Array | None, int]:
+def groups(
+    scales: StoredTensor, g_idx: StoredTensor | None, k: int, nb: int, said: Any
+) -> tuple[Array, Array | None, int]:
     """The group of each of `k` columns `[K]`, the order that makes groups contiguous, their length.
 
+    scales: for messages.
     g_idx: names the group of each column; None where columns follow each other. The order is None
         where they lie so already.
+    said: the group size of the configuration. Where it makes `nb` groups it counts: the last
+        group may be shorter, which no tensor tells.
 
     Raises:
         InputError: groups of unequal length (the last may be shorter), or not `nb` of them.
     """
     columns = np.arange(k, dtype=np.int64)
     if g_idx is None:
-        span = -(-k // nb)
+        size = _size(said)
+        span = size if size and -(-k // size) == nb else -(-k // nb)
+        if -(-k // span) != nb:
+            raise InputError(
+                f"{scales.path}: {scales.name} has {nb} groups, which {k} inputs cannot be cut into"
+            )
         return columns // span, None, span
     group_of = g_idx.array().astype(np.int64)
     order = np.argsort(group_of, kind="stable")
@@ -152,6 +179,26 @@ def groups(g_idx: StoredTensor | None, k: int, nb: int) -> tuple[Array, Array | 
             f"there are {nb} scales for each row"
         )
     return group_of, None if np.array_equal(order, columns) else order, span
+
+
+def _size(said: Any) -> int:
+    """The group size that a configuration names; 0 where it names none."""
+    return said if type(said) is int and said > 0 else 0
+
+
+def contradictions(said_bits: Any, said_size: Any, entries: Sequence[GridEntry]) -> list[str]:
+    """Where a configuration contradicts the tensors, which are right; each kind once."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        bits, span = entry.grid.bits, entry.grid.span
+        if said_bits not in (None, bits):
+            found.setdefault("bits", f"{said_bits!r} bits, and {entry.name} has {bits}")
+        whole = said_size in (None, 0, -1)
+        wide = entry.k if said_size == -1 else span if whole else min(_size(said_size), entry.k)
+        if wide != min(span, entry.k):
+            text = f"group_size {said_size!r}, and {entry.name} has groups of {span}"
+            found.setdefault("group", text)
+    return [f"the configuration says {text}: the tensors count" for text in found.values()]
 
 
 def integer_reason(entry: Entry, bits: tuple[int, ...], *, zeros: bool) -> str | None:
@@ -199,8 +246,3 @@ def one_format(layout: str, entries: Sequence[Entry]) -> tuple[int, int]:
             f"{spelled or 'no weights'}: choose one format, or the layout compressed-tensors"
         )
     return kinds.pop()
-
-
-def bias_of(module: str, names: Container[str]) -> str | None:
-    """The name of a module's bias, if there is such a tensor."""
-    return f"{module}.bias" if f"{module}.bias" in names else None

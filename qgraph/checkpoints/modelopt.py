@@ -16,7 +16,15 @@ import numpy as np
 
 from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorSpec
 from qgraph.checkpoints.fp8 import ACTIVATIONS, fp8_reason, read_fp8, unquantized, write_fp8
-from qgraph.checkpoints.tensors import Stored, StoredTensor, finite, part, wanted
+from qgraph.checkpoints.tensors import (
+    Stored,
+    StoredTensor,
+    bias_of,
+    called,
+    finite,
+    part,
+    wanted,
+)
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, Part, QuantizedWeight
 from qgraph.formats.fp8 import Fp8
@@ -74,6 +82,7 @@ class Modelopt(CheckpointLayout):
 
     def read(self, stored: Stored) -> Checkpoint:
         """See `CheckpointLayout.read`; which of the two a linear is, its tensors say."""
+        _check_smoothing(stored)
         entries: dict[str, Entry] = {}
         used: set[str] = set()
         static = False
@@ -155,6 +164,17 @@ class Modelopt(CheckpointLayout):
         return {**found, "group_size": _GROUP} if found["quant_algo"] == "NVFP4" else found
 
 
+def _check_smoothing(stored: Stored) -> None:
+    """Refuse factors that activations are multiplied by in front of a linear."""
+    for name in stored.tensors:
+        if name.endswith("pre_quant_scale"):
+            raise InputError(
+                f"{stored.path} has {name}, by which activations are to be multiplied as the model "
+                "runs, for which the graph has no place: wanted a checkpoint without (exported "
+                "with these factors folded into the layers in front)"
+            )
+
+
 def _flat(tensor: StoredTensor) -> StoredTensor:
     """Scales of blocks `[N/128, 1, K/128, 1]` as `[N/128, K/128]`; other tensors as they are."""
     if tensor.name.endswith(".weight_scale") and tensor.shape[1::2] == (1, 1):
@@ -173,13 +193,12 @@ def _entry(stored: Stored, module: str, parts: Mapping[str, StoredTensor]) -> Nv
     scale, whole = part(module, parts, "weight_scale"), part(module, parts, "weight_scale_2")
     wanted(scale, [_E4M3], (n, k // _GROUP))
     wanted(whole, [np.float32], (1,) if whole.shape == (1,) else ())
-    bias = f"{module}.bias"
     return Nvfp4Entry(
-        name=f"{module}.weight",
+        name=called(module, "weight"),
         n=n,
         k=k,
         format=NVFP4,
-        bias=bias if bias in stored.tensors else None,
+        bias=bias_of(module, stored.tensors),
         stored={"weight": weight, "weight_scale": scale, "weight_scale_2": whole},
     )
 

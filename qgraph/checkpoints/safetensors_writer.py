@@ -182,7 +182,7 @@ def _data(layout: CheckpointLayout, unit: _Unit) -> Iterator[tuple[str, int, mem
             yield name, 0, _view(array)
         return
     at, width = 0, math.prod(item.shape[1:]) * item.dtype.itemsize
-    count = item.shape[0] if item.shape else 1
+    count = (item.shape[0] if item.shape else 1) if width else 0
     step = max(1, BLOCK_BYTES // max(1, width))
     for start in range(0, count, step):
         view = _view(item.rows(start, min(start + step, count)))
@@ -211,7 +211,12 @@ def _copy_others(source: Path, folder: Path) -> list[str]:
 
 
 def _write_json(folder: Path, name: str, table: Mapping[str, Any]) -> None:
-    data = (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
+    try:
+        text = json.dumps(table, indent=2, ensure_ascii=False) + "\n"
+    except RecursionError:
+        raise InputError(f"{name} is nested too deeply to be written: remove that part") from None
+    # Halves of a surrogate pair, which JSON can spell, stay spelled so.
+    data = text.encode(errors="backslashreplace")
     file = OutFile(folder, name)
     try:
         file.write_at(0, data)
@@ -263,7 +268,10 @@ def _remove_abandoned(out: Path) -> None:
         path = out.parent / name
         if not pattern.fullmatch(name) or path.is_symlink() or not path.is_dir():
             continue
-        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # gone meanwhile, or another user's
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)

@@ -7,23 +7,25 @@ JSON, name → dtype, shape and data_offsets `[begin, end)` from the end of the 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import mmap
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from qgraph.checkpoints.folder_files import read_json, shards
+from qgraph.checkpoints.folder_files import once_each, read_json, shards
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
 
 _BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _LARGEST_HEADER = 100_000_000
+_MOST_AXES = 32
 DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(dtype)
     for name, dtype in {
@@ -163,6 +165,17 @@ def wanted(tensor: StoredTensor, dtypes: Iterable[Any], shape: tuple[int, ...]) 
     return tensor
 
 
+def called(module: str, word: str) -> str:
+    """The name of a module's tensor; the module "" has it alone."""
+    return f"{module}.{word}" if module else word
+
+
+def bias_of(module: str, names: Container[str]) -> str | None:
+    """The name of a module's bias, if there is such a tensor."""
+    bias = called(module, "bias")
+    return bias if bias in names else None
+
+
 def part(module: str, parts: Mapping[str, StoredTensor], suffix: str) -> StoredTensor:
     """The tensor `suffix` of a module.
 
@@ -171,8 +184,9 @@ def part(module: str, parts: Mapping[str, StoredTensor], suffix: str) -> StoredT
     """
     if suffix not in parts:
         raise InputError(
-            f"{module} lacks {module}.{suffix}, found {', '.join(sorted(parts))}: a shard is "
-            "missing, or the checkpoint was cut; download it again"
+            f"{module or 'the file'} lacks {called(module, suffix)}, found "
+            f"{', '.join(sorted(parts))}: a shard is missing, or the checkpoint was cut; download "
+            "it again"
         )
     return parts[suffix]
 
@@ -199,7 +213,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     Raises:
         InputError: the file is truncated, its header is no such JSON, or a tensor's bytes do not
-            lie within it or are not as many as its type and shape want.
+            lie within it, are another's too, or are not as many as its type and shape want.
     """
     try:
         size = path.stat().st_size
@@ -210,7 +224,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                     f"{path} has {size} bytes and says that its header takes {length}: it is "
                     "truncated or no safetensors; download it again"
                 )
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=once_each)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -219,13 +233,20 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{path} has a header that is no table of tensors: download it again")
     header.pop("__metadata__", None)
     found = [_tensor(path, name, item, 8 + length, size) for name, item in header.items()]
-    return {tensor.name: tensor for tensor in sorted(found, key=lambda t: (t.offset, t.name))}
+    found.sort(key=lambda tensor: (tensor.offset, tensor.nbytes, tensor.name))
+    for before, tensor in itertools.pairwise(found):
+        if before.offset + before.nbytes > tensor.offset:
+            raise InputError(
+                f"{path}: {before.name} and {tensor.name} lie on one another: the header is "
+                "damaged; download it again"
+            )
+    return {tensor.name: tensor for tensor in found}
 
 
 def _tensor(path: Path, name: str, item: Any, base: int, size: int) -> StoredTensor:
     """One line of a header, checked."""
     shape, offsets = _counts(item, "shape"), _counts(item, "data_offsets")
-    if shape is None or offsets is None or len(offsets) != 2:
+    if shape is None or len(shape) > _MOST_AXES or offsets is None or len(offsets) != 2:
         raise InputError(f"{path}: the header describes {name} as {str(item)[:200]!r}")
     dtype = DTYPES.get(str(item.get("dtype")))
     if dtype is None:
@@ -261,16 +282,16 @@ def open_stored(path: Path) -> Stored:
         InputError: there is no such file, a shard is missing, lies outside the folder, or is
             damaged.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         config = read_json(path, "config.json")
-        tensors: dict[str, StoredTensor] = {}
-        for shard, names in shards(path):
-            tensors |= _listed(shard, names)
-        return Stored(path, config, _quantization(path, config), tensors)
-    if not path.is_file():
+        return Stored(path, config, _quantization(path, config), _of_shards(path))
+    if not os.path.isfile(path):
         raise InputError(f"{path} is no file and no folder")
-    with open(path, "rb") as file:
-        head = file.read(16)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(16)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
     if path.suffix == ".safetensors":
         config = read_json(path.parent, "config.json")
         return Stored(path, config, _quantization(path.parent, config), read_header(path), head)
@@ -286,12 +307,40 @@ def _listed(file: Path, names: Collection[str] | None) -> dict[str, StoredTensor
     return found
 
 
+def _of_shards(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a folder; of one that two shards hold, that of the shard the index names."""
+    tensors: dict[str, StoredTensor] = {}
+    placed: set[str] = set()
+    for shard, names in shards(folder):
+        found = _listed(shard, names)
+        listed = set(found if names is None else names)
+        for name in found:
+            if name in tensors and name not in listed and name not in placed:
+                raise InputError(
+                    f"{tensors[name].path} and {shard.name} both hold {name}, and the index names "
+                    "neither for it: remove the one of another model, or download both again"
+                )
+        new = [name for name in found if name in listed or name not in tensors]
+        tensors |= {name: found[name] for name in new}
+        placed |= listed
+    return tensors
+
+
 def _quantization(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """See `Stored.quantization`."""
+    """See `Stored.quantization`.
+
+    Raises:
+        InputError: what stands under its name is no table.
+    """
     for holder in (config, config.get("text_config") or {}):
         for key in ("quantization_config", "compression_config"):
             found = holder.get(key) if isinstance(holder, Mapping) else None
-            if isinstance(found, Mapping) and found:
+            if found and not isinstance(found, Mapping):
+                raise InputError(
+                    f"{folder / 'config.json'} has the {key} {str(found)[:200]!r}: wanted a table "
+                    "that names the quant_method; download it again"
+                )
+            if found:
                 return found
     beside = (read_json(folder, name) for name in _BESIDE)
     return next((found for found in beside if found), {})

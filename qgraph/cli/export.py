@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qgraph.cli import optimize as shared
-from qgraph.cli.options import group_size, merged_recipe, one_of
-from qgraph.registry import names
+from qgraph.cli.options import LAYOUTS, group_size, merged_recipe, one_of
 
 if TYPE_CHECKING:
     from qgraph.exporting import Exported
@@ -26,8 +25,8 @@ Layout = Annotated[
     str,
     typer.Option(
         metavar="LAYOUT",
-        callback=one_of(names("checkpoint")),
-        help=f"Whose checkpoint it is to be: {', '.join(names('checkpoint'))}.",
+        callback=one_of(LAYOUTS),
+        help=f"Whose checkpoint it is to be: {', '.join(LAYOUTS)}.",
     ),
 ]
 Output = Annotated[
@@ -37,9 +36,18 @@ Output = Annotated[
 Like = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR",
+        metavar="DIR|FILE",
         help="The float model's Hugging Face folder, from which config.json, tokenizer and float "
-        "tensors are copied. Default: MODEL, where it is one.",
+        "tensors are copied; of gguf, also a GGUF file of it. Default: MODEL, where it is one.",
+    ),
+]
+GgufType = Annotated[
+    str | None,
+    typer.Option(
+        "--gguf-type",
+        metavar="TYPE",
+        help="Of gguf, the type of weights that several hold: Q4_1 or Q4_K; and, without "
+        "--format, what MODEL is rounded to. Default: one that holds them, or the nearest.",
     ),
 ]
 FormatName = Annotated[
@@ -57,6 +65,7 @@ def export(
     output: Output,
     layout: Layout,
     like: Like = None,
+    gguf_type: GgufType = None,
     format_: FormatName = None,
     group: shared.Group = None,
     solver: shared.Solver = None,
@@ -99,6 +108,7 @@ def export(
             output,
             layout=layout,
             like=like,
+            gguf_type=gguf_type,
             progress=stages,
             recipe=asked if given else None,
             calibrate=calibrate or None,

@@ -25,15 +25,26 @@ Checkpoint = Annotated[
 Output = Annotated[
     Path,
     typer.Option(
-        "-o", "--output", metavar="DIR", help="The folder to write; it must not exist yet."
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="The folder to write (of gguf, the file); it must not exist.",
     ),
 ]
 Layout = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        callback=options.one_of(names("checkpoint")),
-        help=f"How to write it: {', '.join(names('checkpoint'))}.",
+        callback=options.one_of(options.LAYOUTS),
+        help=f"How to write it: {', '.join(options.LAYOUTS)}.",
+    ),
+]
+Like = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Of gguf, a GGUF file of the model, from which metadata, names and order are taken. "
+        "Default: CHECKPOINT's config.json and tokenizer.",
     ),
 ]
 FormatName = Annotated[
@@ -75,6 +86,7 @@ def quantize(
     checkpoint: Checkpoint,
     output: Output,
     layout: Layout = "compressed-tensors",
+    like: Like = None,
     format_: FormatName = None,
     group: Group = None,
     solver: Solver = "rtn",
@@ -97,6 +109,7 @@ def quantize(
             checkpoint,
             output,
             layout=layout,
+            like=like,
             format=format_,
             group=options.group_size(group),
             solver=solver,

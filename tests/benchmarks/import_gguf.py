@@ -3,10 +3,12 @@
     python tests/benchmarks/import_gguf.py --text wikitext2-test.txt \
         --out tests/benchmarks/results/import_gguf.json
 
-Parts: time, memory and size of the command, at accuracy levels 0 and 4; ops and blobs of the
-files; KL divergence from the float model that the file dequantizes to; and the time of one token
-beside the file that `optimize --int4-groups 64` makes, one process per side and round, the sides
-alternating.
+Parts: time, memory and size of the command, at accuracy levels 0 and 4; ops, block sums and blobs
+of the files; the GGUF file that `export --like` makes of the imported one, beside the first; KL
+divergence from the float model that the file dequantizes to; and the time of one token beside the
+file that `optimize --int4-groups 64` makes, one process per side and round, the sides alternating.
+`met` says which of the figures that the import is to reach it reached; the exit status is 1 where
+one was not.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -57,11 +60,55 @@ def contents(path: Path) -> dict[str, Any]:
     fused = [node for node in graph.node if node.op_type == "MatMulNBits"]
     zeros = sum(len(node.input) > 3 and bool(node.input[3]) for node in fused)
     table = VOCABULARY * WIDTH
+    sums = {n.output[0] for n in graph.node if n.op_type == "ReduceSum" and "/sums_" in n.name}
+    added = [n for n in graph.node if n.op_type == "MatMul" and n.input[0] in sums]
     return {
         "ops": dict(Counter(node.op_type for node in graph.node).most_common(8)),
         "matmulnbits": len(fused),
         "with_zero_points": zeros,
+        "block_sums": len(sums),
+        "products_of_block_sums": len(added),
         "blobs_of_the_table": sum(int(np.prod(item.dims)) == table for item in graph.initializer),
+    }
+
+
+def written(imported: Path, source: Path, folder: Path) -> dict[str, Any]:
+    """The imported graph as a GGUF file again, and how many tensors and fields are the first's."""
+    out = folder / "again.gguf"
+    words = ["export", imported, "--layout", "gguf", "--like", source, "-o", out, "--quiet"]
+    since = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "qgraph", *map(str, words)], check=True)
+    seconds = time.perf_counter() - since
+    first, second = gguf.GGUFReader(source), gguf.GGUFReader(out)
+    pairs = zip(first.tensors, second.tensors, strict=True)
+    same = [a.name == b.name and np.array_equal(a.data, b.data) for a, b in pairs]
+    fields = [
+        name in second.fields and second.fields[name].contents() == field.contents()
+        for name, field in first.fields.items()
+    ]
+    return {
+        "seconds": round(seconds, 2),
+        "file_mb": round(out.stat().st_size / 1e6, 2),
+        "equal_tensors": [sum(same), len(same)],
+        "equal_fields": [sum(fields), len(fields)],
+    }
+
+
+def met(found: dict[str, Any]) -> dict[str, bool]:
+    """Which of the figures that the import is to reach it reached."""
+    ships, level0 = found["commands"]["level4"], found["files"]["level0"]
+    kept = ("matmulnbits", "with_zero_points", "products_of_block_sums", "blobs_of_the_table")
+    same, tensors = found["written"]["equal_tensors"]
+    return {
+        "211 of 211 linears on MatMulNBits, 210 with block sums, one blob of the table": all(
+            [file[name] for name in kept] == [211, 0, 210, 1]
+            for file in (level0, found["files"]["level4"])
+        ),
+        "block sums shared": level0["block_sums"] < level0["products_of_block_sums"],
+        "KL at level 0 at most 1e-5": abs(found["kl"]["level0"]["mean"]) <= 1e-5,
+        "peak below 500 MB": ships["peak_mb"] < 500,
+        "below 20 s": ships["seconds"] < 20,
+        "written again to the byte": same == tensors,
     }
 
 
@@ -126,12 +173,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             "default export": command("import", source, smollm2.build(), "-o", files["default"]),
             "int4": command("optimize", model, "-o", files["int4"], "--int4-groups", 64),
         }  # fmt: skip
+        again = written(files["level4"], source, Path(folder))
         sides = {name: files[name] for name in ("level0", "level4", "int4")}
         return {
             "date": datetime.date.today().isoformat(),
             "machine": {"cpus": os.cpu_count(), "processor": platform.processor()},
             "onnxruntime": ort.__version__,
             "commands": runs,
+            "written": again,
             "files": {name: contents(files[name]) for name in ("level0", "level4", "default")},
             "kl": {name: divergence(model, path, given) for name, path in sides.items()},
             "one_token": decoding({"float": model, **sides}, given.rounds, given.runs),
@@ -152,10 +201,16 @@ def main() -> None:
     if given.one_token is not None:
         one_token(given.one_token, given.runs)
         return
-    found = json.dumps(measure(given), indent=1)
-    print(found)
+    if given.text is None:
+        parser.error("--text FILE is what the divergence is measured on")
+    found = measure(given)
+    found["met"] = met(found)
+    text = json.dumps(found, indent=1)
+    print(text)
     if given.out is not None:
-        given.out.write_text(found + "\n")
+        given.out.write_text(text + "\n")
+    if not all(found["met"].values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

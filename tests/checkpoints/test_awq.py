@@ -108,6 +108,7 @@ def test_what_the_layout_cannot_hold_is_refused() -> None:
     [
         ({"version": "gemv"}, "AWQ of version 'gemv' with 4 bits: wanted gemm with 4"),
         ({"bits": 8}, "AWQ of version 'gemm' with 8 bits"),
+        ({"bits": "4"}, "AWQ of version 'gemm' with '4' bits"),
     ],
 )
 def test_other_versions_are_refused(tmp_path: Path, said: dict[str, Any], reason: str) -> None:
@@ -137,3 +138,28 @@ def test_another_group_than_said_is_warned_of(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(folder)
     assert "says group_size 64, and" in checkpoint.warnings[0]
     np.testing.assert_array_equal(check_entry(checkpoint.entries[f"{NAME}.weight"]), weight)
+
+
+@pytest.mark.parametrize("size", ["128", [32], {}, float("nan"), -5])
+def test_a_group_size_that_is_none_is_warned_of(tmp_path: Path, size: Any) -> None:
+    tensors, _ = made(16, 64, 32)
+    found = open_checkpoint(write_folder(tmp_path / "m", tensors, configuration(group_size=size)))
+    assert f"says group_size {size!r}, and" in found.warnings[0]
+
+
+def test_a_last_group_that_is_shorter(tmp_path: Path) -> None:
+    """Two groups of 224 inputs are 128 and 96, as the configuration alone says."""
+    tensors, weight = made(16, 256, 128)
+    tensors[f"{NAME}.qweight"] = tensors[f"{NAME}.qweight"][:224]
+    folder = write_folder(tmp_path / "m", tensors, configuration(group_size=128))
+    checkpoint = open_checkpoint(folder)
+    assert not checkpoint.warnings
+    found = check_entry(checkpoint.entries[f"{NAME}.weight"])
+    np.testing.assert_array_equal(found, weight[:, :224])
+
+
+def test_a_version_of_null_is_gemm(tmp_path: Path) -> None:
+    tensors, weight = made(16, 64, 32)
+    said = configuration() | {"version": None, "bits": None}
+    found = open_checkpoint(write_folder(tmp_path / "m", tensors, said))
+    np.testing.assert_array_equal(found.entries[f"{NAME}.weight"].dequantized(0, 16), weight)

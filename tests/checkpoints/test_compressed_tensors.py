@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +321,102 @@ def test_damaged_tensors_are_named(tmp_path: Path, case: str) -> None:
     said = configuration("pack-quantized", arguments(4, "int", "group", group_size=32))
     with pytest.raises(InputError, match=words):
         open_checkpoint(write_folder(tmp_path / "m", spoiled(**changes), said))
+
+
+@pytest.mark.parametrize("said", ["x", [1], 3, True, None])
+def test_arguments_that_are_no_table_say_nothing(tmp_path: Path, said: Any) -> None:
+    folder = write_folder(tmp_path / "m", spoiled(), configuration("pack-quantized", said))
+    checkpoint = open_checkpoint(folder)
+    assert not checkpoint.warnings
+    check_entry(checkpoint.entries[f"{NAME}.weight"])
+
+
+@pytest.mark.parametrize(
+    "said, words",
+    [
+        ({"num_bits": "4"}, "says '4' bits, and .* has 4"),
+        ({"num_bits": 8}, "says 8 bits, and .* has 4"),
+        ({"group_size": "32"}, "says group_size '32', and .* has groups of 32"),
+        ({"group_size": 64}, "says group_size 64, and .* has groups of 32"),
+    ],
+)
+def test_contradictions_are_warned_of(tmp_path: Path, said: dict[str, Any], words: str) -> None:
+    weights = arguments(4, "int", "group", group_size=32) | said
+    folder = write_folder(tmp_path / "m", spoiled(), configuration("pack-quantized", weights))
+    (warning,) = open_checkpoint(folder).warnings
+    assert re.search(words, warning)
+
+
+@pytest.mark.parametrize("block", [[0, 0], ["a", "b"], [64, 64], [-1, -1], "x"])
+def test_blocks_that_have_no_format_are_refused(tmp_path: Path, block: Any) -> None:
+    tensors = {
+        f"{NAME}.weight": np.ones((128, 128), ml_dtypes.float8_e4m3fn),
+        f"{NAME}.weight_scale": np.ones((2, 2), np.float32),
+    }
+    said = configuration("float-quantized", arguments(8, "float", "block", block_structure=block))
+    with pytest.raises(InputError, match=r"weight_block_size is .*, wanted two multiples of 128"):
+        open_checkpoint(write_folder(tmp_path / "m", tensors, said))
+
+
+def test_rows_of_int8_are_the_format_of_rows(tmp_path: Path) -> None:
+    entry = rounded(f"{NAME}.weight", 72, 192, "int8-row", ir.DataType.FLOAT)
+    back = check_writing(COMPRESSED_TENSORS, entry, tmp_path / "m")
+    assert back.format.spell() == "int8-row"
+    check_writing(COMPRESSED_TENSORS, back, tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    "place, refused",
+    [("input", True), ("k_cache", True), ("weight_input", False), ("weight_output", False)],
+)
+def test_rotations_of_activations_are_refused(tmp_path: Path, place: str, refused: bool) -> None:
+    said = configuration("pack-quantized", arguments(4, "int", "group", group_size=32))
+    apply = [{"targets": ["Linear"], "location": place}]
+    groups = {"u": {"type": "hadamard", "apply": apply}}
+    folder = write_folder(
+        tmp_path / "m", spoiled(), said | {"transform_config": {"config_groups": groups}}
+    )
+    if not refused:
+        assert open_checkpoint(folder).entries
+        return
+    with pytest.raises(InputError, match=f"transform_config with 'hadamard' at '{place}'"):
+        open_checkpoint(folder)
+
+
+def test_rows_that_no_block_fills(tmp_path: Path) -> None:
+    entry = rounded(f"{NAME}.weight", 8, 80, "mxfp8", ir.DataType.FLOAT)
+    codes = entry.format.pack(entry.rows(0, 8), entry.format.default_layout)
+    tensors = {
+        f"{NAME}.weight": codes["codes"].reshape(8, -1)[:, :80].view(ml_dtypes.float8_e4m3fn),
+        f"{NAME}.weight_scale": codes["scales"],
+    }
+    said = configuration("mxfp8-quantized", arguments(8, "float", "group", group_size=32))
+    found = open_checkpoint(write_folder(tmp_path / "m", tensors, said))
+    wanted = entry.dequantized(0, 8)
+    np.testing.assert_array_equal(check_entry(found.entries[f"{NAME}.weight"]), wanted)
+    tensors = {
+        f"{NAME}.weight_packed": np.zeros((8, 40), np.uint8),
+        f"{NAME}.weight_scale": np.zeros((8, 2), np.uint8),
+    }
+    tensors |= {
+        "b.weight_packed": np.zeros((8, 65), np.uint8),
+        "b.weight_scale": np.zeros((8, 8), ml_dtypes.float8_e4m3fn),
+        "b.weight_global_scale": np.ones(1, np.float32),
+    }
+    said = configuration("mxfp4-pack-quantized", arguments(4, "float", "group", group_size=32))
+    with pytest.raises(InputError, match=r"uint8 \[8, 40\], wanted .* a multiple of 32"):
+        open_checkpoint(write_folder(tmp_path / "n", tensors, said))
+    alone = {name: array for name, array in tensors.items() if name.startswith("b.")}
+    with pytest.raises(InputError, match=r"uint8 \[8, 65\], wanted .* a multiple of 16"):
+        open_checkpoint(write_folder(tmp_path / "o", alone, said))
+
+
+def test_weights_that_are_not_compressed_yet_are_told(tmp_path: Path) -> None:
+    tensors = {
+        f"{NAME}.weight": np.ones((8, 32), np.float16),
+        f"{NAME}.weight_scale": np.ones((8, 1), np.float16),
+    }
+    said = configuration("dense", arguments(8, "int", "channel"))
+    checkpoint = open_checkpoint(write_folder(tmp_path / "m", tensors, said))
+    assert not checkpoint.entries
+    assert "1 weights have scales and lie in float, such as" in checkpoint.warnings[0]

@@ -125,6 +125,22 @@ def test_float16_scales_stay_float16(tmp_path: Path) -> None:
     assert entry.rows(0, 16).scales.dtype == np.float16
 
 
+@pytest.mark.parametrize("said", [BLOCKS, PLAIN])
+def test_a_scale_of_zero_makes_a_weight_of_zeros(tmp_path: Path, said: dict[str, Any]) -> None:
+    """The format stores 1 in place of such a scale: codes must say that the weight is 0."""
+    scale = scales(2, 2) if said == BLOCKS else scales(200, 1)
+    scale[1] = 0
+    name = "weight_scale_inv" if said == BLOCKS else "weight_scale"
+    tensors = {f"{NAME}.weight": weights(200, 200), f"{NAME}.{name}": scale}
+    entry = open_checkpoint(write_folder(tmp_path / "m", tensors, said)).entries[f"{NAME}.weight"]
+    wanted = check_entry(entry)
+    fmt, layout = entry.format, entry.format.default_layout
+    stored = fmt.unpack(fmt.pack(entry.rows(0, 200), layout), 200, 200, layout)
+    np.testing.assert_array_equal(fmt.dequantize(stored), wanted)
+    rows = slice(128, 200) if said == BLOCKS else slice(1, 2)
+    assert not wanted[rows].any() and wanted[:1].any()
+
+
 def nan_weight() -> dict[str, Array]:
     weight = weights(16, 32)
     weight[3, 5] = np.nan
@@ -158,6 +174,14 @@ def nan_weight() -> dict[str, Array]:
             {f"{NAME}.weight": weights(64, 64), f"{NAME}.weight_scale_inv": scales(1, 1)},
             {"quant_method": "fp8", "weight_block_size": [64, 64]},
             r"weight_block_size is \[64, 64\], wanted two multiples of 128",
+        ),
+        *(
+            (
+                {f"{NAME}.weight": weights(64, 64), f"{NAME}.weight_scale_inv": scales(1, 1)},
+                {"quant_method": "fp8", "weight_block_size": said},
+                "weight_block_size is .*, wanted two multiples of 128",
+            )
+            for said in ([0, 0], [-128, 128], ["a", "b"], "x", [128], {}, [True, True])
         ),
         (
             {f"{NAME}.weight": weights(16, 32), f"{NAME}.weight_scale": scales(1) * np.nan},

@@ -10,8 +10,8 @@ from gguf_files import HALVES, TYPES, blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qgraph.checkpoints.gguf import moved
 from qgraph.checkpoints.gguf_blocks import BlockType
+from qgraph.checkpoints.gguf_entries import moved
 from qgraph.formats.base import Array, QuantizedWeight, parse
 from qgraph.formats.minimums import MINIMUMS
 
@@ -60,8 +60,22 @@ def test_formats_hold_them_exactly(name: str, spread: float) -> None:
         fmt = dataclasses.replace(fmt, group=kind.group)
     weight = QuantizedWeight(found.codes, found.scales)
     if found.minimums is not None:
-        weight = moved(found.codes, found.scales, found.minimums, fmt)
+        weight = moved(found.codes, found.scales, found.minimums, fmt, kind.bits)
     np.testing.assert_array_equal(fmt.dequantize(weight), theirs(kind, data))
+
+
+@pytest.mark.parametrize(
+    "name, first, last",
+    [("Q4_1", 0, 15), ("Q4_K", 0, 15), ("Q2_K", 6, 9), ("Q5_1", 112, 143), ("Q5_K", 112, 143)],
+)
+def test_codes_lie_around_the_middle(name: str, first: int, last: int) -> None:
+    """Kernels multiply code − middle: narrow codes at the low end would be large numbers."""
+    kind = TYPES[name]
+    found, fmt = kind.decode(blocks(kind, 64)), parse(kind.format)
+    assert found.minimums is not None
+    fmt = dataclasses.replace(fmt, group=kind.group)
+    weight = moved(found.codes, found.scales, found.minimums, fmt, kind.bits)
+    assert (weight.codes.min(), weight.codes.max()) == (first, last)
 
 
 def test_a_group_without_a_scale_is_its_minimum() -> None:
@@ -69,7 +83,7 @@ def test_a_group_without_a_scale_is_its_minimum() -> None:
     fmt = parse("uint4:zero=float,group=32")
     codes = np.arange(64, dtype=np.uint8).reshape(1, 64) % 16
     scales, least = np.array([[0.0, 0.5]], np.float32), np.array([[-0.75, -1.0]], np.float32)
-    weight = moved(codes, scales, least, fmt)
+    weight = moved(codes, scales, least, fmt, 4)
     wanted = [-0.75] * 32 + [0.5 * code - 1 for code in codes[0, 32:]]
     assert fmt.dequantize(weight)[0].tolist() == wanted
     plain = QuantizedWeight(weight.codes, weight.scales, weight.zeros)
@@ -79,9 +93,9 @@ def test_a_group_without_a_scale_is_its_minimum() -> None:
 def test_minimums_that_float32_would_round_are_kept_wider() -> None:
     fmt = parse("uint4:zero=float,group=32")
     codes = np.full((1, 32), 3, np.uint8)
-    near = moved(codes, np.float32([[2.0**-4]]), np.float32([[-1.0]]), fmt)
-    far = moved(codes, np.float32([[2.0**-23]]), np.float32([[-1.5]]), fmt)
-    farther = moved(codes, np.float32([[2.0**-30]]), np.float32([[-1.5]]), fmt)
+    near = moved(codes, np.float32([[2.0**-4]]), np.float32([[-1.0]]), fmt, 4)
+    far = moved(codes, np.float32([[2.0**-23]]), np.float32([[-1.5]]), fmt, 4)
+    farther = moved(codes, np.float32([[2.0**-30]]), np.float32([[-1.5]]), fmt, 4)
     types = [weight.more[MINIMUMS].dtype for weight in (near, far, farther)]
     assert types == [np.float32, np.float32, np.float64]
     assert fmt.dequantize(farther)[0, 0] == np.float32(-1.5)

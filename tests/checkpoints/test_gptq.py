@@ -142,6 +142,33 @@ def test_contradictions_are_warned_of(tmp_path: Path, said: dict[str, Any], word
     np.testing.assert_array_equal(check_entry(entry), by_formula(made))
 
 
+@pytest.mark.parametrize("size", ["128", [32], {}, -5, True, 1.5])
+def test_a_group_size_that_is_none_is_warned_of(tmp_path: Path, size: Any) -> None:
+    made = linear(32, 128, 4, 32)
+    folder = write_folder(tmp_path / "m", tensors(made, 4, 1), configuration(4, size))
+    (warning,) = open_checkpoint(folder).warnings
+    assert f"says group_size {size!r}, and" in warning
+
+
+def test_a_last_group_that_is_shorter_and_no_g_idx(tmp_path: Path) -> None:
+    """Two groups of 224 columns are 128 and 96, not 112 each, as the configuration alone says."""
+    made = linear(16, 224, 4, 128)
+    stored = tensors(made, 4, 1)
+    del stored[f"{NAME}.g_idx"]
+    checkpoint = open_checkpoint(write_folder(tmp_path / "m", stored, configuration(4, 128)))
+    entry = checkpoint.entries[f"{NAME}.weight"]
+    assert not checkpoint.warnings and entry.format.spell() == "uint4:group=128"
+    np.testing.assert_array_equal(check_entry(entry), by_formula(made))
+
+
+def test_groups_that_cannot_be_and_no_g_idx(tmp_path: Path) -> None:
+    stored = tensors(linear(16, 272, 4, 16), 4, 1)
+    del stored[f"{NAME}.g_idx"]
+    stored[f"{NAME}.qweight"] = stored[f"{NAME}.qweight"][:32]
+    with pytest.raises(InputError, match=r"scales has 17 groups, which 256 inputs cannot be cut"):
+        open_checkpoint(write_folder(tmp_path / "m", stored, configuration(4, 16)))
+
+
 def test_a_configuration_of_its_own_file_and_no_g_idx(tmp_path: Path) -> None:
     made = linear(32, 64, 4, 32)
     stored = tensors(made, 4, 1)

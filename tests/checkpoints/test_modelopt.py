@@ -138,6 +138,10 @@ def test_blocks_are_not_written(tmp_path: Path) -> None:
             r"weight_scale_2 is float32 \[2\], wanted float32 \[\]",
         ),
         ({"weight": np.zeros((24, 44), np.uint8)}, r"uint8 \[24, 44\], wanted \[N, K/2\]"),
+        (
+            {"pre_quant_scale": np.ones(96, np.float16)},
+            r"has .*pre_quant_scale, by which activations are to be multiplied",
+        ),
         ({"weight_scale_2": np.array(np.inf, np.float32)}, r"weight_scale_2 holds inf at \[0\]"),
         (
             {"weight_scale": np.full((24, 6), 0x7F, np.uint8).view(E4M3)},

@@ -131,6 +131,31 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
         gptq.V1.save(tmp_path / "out", twice)
 
 
+def test_a_tensor_without_elements_is_written_at_once(tmp_path: Path) -> None:
+    """A small file can declare 2^61 rows of no columns."""
+
+    class Empty(Counted):
+        shape = (1 << 61, 0)
+
+    entry = rounded("a.weight", 64, 96, "uint4:group=32")
+    gptq.V1.save(tmp_path / "out", Outgoing([entry], [Empty(np.int8)], {}))
+    assert open_checkpoint(tmp_path / "out").floats["x"].shape == (1 << 61, 0)
+
+
+def test_a_configuration_as_odd_as_json_allows(tmp_path: Path) -> None:
+    entry = rounded("a.weight", 64, 96, "uint4:group=32")
+    said = json.loads(r'{"half": "\ud800", "word": "\u00fc", "none": NaN}')
+    gptq.V1.save(tmp_path / "out", Outgoing([entry], [], said))
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (found["half"], found["word"]) == ("\ud800", "\u00fc")
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    with pytest.raises(InputError, match=r"config\.json is nested too deeply to be written"):
+        gptq.V1.save(tmp_path / "deep", Outgoing([entry], [], deep))
+    assert os.listdir(tmp_path) == ["out"]
+
+
 class Counted:
     """Twelve numbers of a type."""
 

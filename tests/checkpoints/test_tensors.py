@@ -70,6 +70,22 @@ BAD_HEADERS = {
     ),
     "data that ends before it begins": (tensor([1], [8, 4]), r"lies at bytes 8 to 4"),
     "another size": (tensor([1], [0, 8]), r"float32 \[1\], which takes 4 bytes, and has 8"),
+    "two tensors of one name": (
+        b'{"w": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]},'
+        b' "w": {"dtype": "I8", "shape": [1], "data_offsets": [1, 2]}}',
+        "has a damaged header .the key 'w' stands there twice",
+    ),
+    "tensors that lie on one another": (
+        {
+            "v": {"dtype": "I8", "shape": [5], "data_offsets": [0, 5]},
+            "w": {"dtype": "I8", "shape": [4], "data_offsets": [4, 8]},
+        },
+        "v and w lie on one another",
+    ),
+    "axes that no array has": (
+        {"w": {"dtype": "I8", "shape": [1] * 100, "data_offsets": [0, 1]}},
+        "the header describes w as",
+    ),
     "a product that overflows": (tensor([HUGE, HUGE], [0, 8]), r"which takes 4835703278458\d+ "),
 }
 
@@ -155,6 +171,14 @@ BAD_INDICES: dict[str, tuple[dict[str, str], Callable[[Path], object], str]] = {
         lambda f: None,
         "one.safetensors lacks b, which the index says it has",
     ),
+    "neither of two shards": (
+        {"c": "one.safetensors", "d": "two.safetensors"},
+        lambda f: [
+            save_file({"a": np.ones(1, np.int8), own: np.ones(1, np.int8)}, f / name)
+            for own, name in (("c", "one.safetensors"), ("d", "two.safetensors"))
+        ],
+        r"one.safetensors and two.safetensors both hold a, and the index names neither",
+    ),
     "a link that leads out": (
         {"a": "one.safetensors"},
         lambda f: (
@@ -175,6 +199,36 @@ def test_bad_indices_are_refused(tmp_path: Path, case: str) -> None:
         open_checkpoint(tmp_path / "m")
 
 
+def test_an_index_that_names_a_tensor_twice(tmp_path: Path) -> None:
+    sharded(tmp_path / "m", {})
+    twice = '{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}'
+    (tmp_path / "m" / INDEX).write_text(twice)
+    with pytest.raises(InputError, match=r"index.json is no JSON \(the key 'a' stands there twice"):
+        open_checkpoint(tmp_path / "m")
+
+
+@pytest.mark.parametrize("name, value", [("one", 1.0), ("two", 2.0)])
+def test_of_two_shards_that_hold_a_tensor_the_index_s_counts(
+    tmp_path: Path, name: str, value: float
+) -> None:
+    sharded(tmp_path / "m", {"a": f"{name}.safetensors", "b": "two.safetensors"})
+    both = {"a": np.full(3, 2, np.float32), "b": np.zeros(3, np.float32)}
+    save_file(both, tmp_path / "m" / "two.safetensors")
+    if name == "two":  # else the shard is not the model's
+        places = {"a": "two.safetensors", "b": "two.safetensors", "c": "one.safetensors"}
+        (tmp_path / "m" / INDEX).write_text(json.dumps({"weight_map": places}))
+        save_file({"a": np.ones(3, np.float32), "c": both["b"]}, tmp_path / "m" / "one.safetensors")
+    assert open_checkpoint(tmp_path / "m").floats["a"].rows(0, 1).tolist() == [value]
+
+
+@pytest.mark.parametrize("said", [3, "gptq", [1]])
+def test_a_quantization_that_is_no_table_is_refused(tmp_path: Path, said: Any) -> None:
+    save_file({"a": np.ones(1, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    with pytest.raises(InputError, match=r"config.json has the quantization_config .*wanted a tab"):
+        open_checkpoint(tmp_path)
+
+
 def test_modules_are_told_apart_by_the_longest_suffix(tmp_path: Path) -> None:
     names = ("a.weight", "a.weight.absmax", "b.weight", "weight", "c.other")
     save_file({name: np.ones(1, np.float32) for name in names}, tmp_path / "model.safetensors")
@@ -192,6 +246,11 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "x.txt")
     with pytest.raises(InputError, match="is no file and no folder"):
         open_checkpoint(tmp_path / "nothing")
+    with pytest.raises(InputError, match="is no file and no folder"):
+        open_checkpoint(tmp_path / ("n" * 300))
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InputError, match=r"no model.safetensors, but x\.gguf: name that file"):
+        open_checkpoint(tmp_path)
 
 
 def test_an_unknown_method_is_refused_with_what_is_known(tmp_path: Path) -> None:

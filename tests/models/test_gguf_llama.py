@@ -21,7 +21,7 @@ def header(pre: str = "smollm") -> GgufFile:
         "tokenizer.ggml.token_type": [3, 1, 1, 1, 1, 1, 1, 1, 1, 1],
         "tokenizer.ggml.merges": ["1 2", "a t", "Ġ at"],
     }
-    return GgufFile(Path("m.gguf"), fields, {})
+    return GgufFile(Path("m.gguf"), fields, {}, {})
 
 
 def written(path: Path, name: str) -> GgufFile:

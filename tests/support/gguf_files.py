@@ -36,6 +36,18 @@ def rows(kind: BlockType, n: int, k: int, seed: int = 0, spread: float = 0.0) ->
     return blocks(kind, n * k // kind.size, seed, spread).reshape(n, -1)
 
 
+def like_weights(kind: BlockType, n: int, k: int, seed: int = 0) -> Array:
+    """`rows` whose scales are of one size, and whose minimums lie about as far below 0 as the
+    maximums above, as those of weights do."""
+    found = blocks(kind, n * k // kind.size, seed)
+    sizes = np.random.default_rng(seed).uniform(0.5, 1, (len(found), 2))
+    sizes *= [0.01, 0.01 * (1 << kind.bits) / 2]
+    sizes[:, 1] *= 1 if kind.size > 32 else -1  # which K types subtract
+    for at, values in zip(HALVES[kind.name], sizes.T, strict=False):
+        found[:, at : at + 2] = values[:, None].astype(np.float16).view(np.uint8)
+    return found.reshape(n, -1)
+
+
 def write_gguf(
     path: Path,
     tensors: Mapping[str, Array | tuple[str, Array]],
