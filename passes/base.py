@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import onnx_ir as ir
@@ -35,7 +35,11 @@ class Findings:
     ranges: by site, what its input spans, where scales of inputs are known beforehand.
     imported: by site, the weight that a checkpoint brings quantized.
     permuted: by site, the one behind it in whose act order its output channels lie.
+    rows_scaled: by site, the one behind it whose factors its output channels are divided by.
+    inputs_scaled: by site, what divides its inputs by such factors: norm, linear or mul.
     outliers: by site, the columns of its input that are to stay in float, int64.
+    merged: by a site that fusing made, those whose weights it holds, one behind the other.
+    apart: sites whose weight must not be put together with others.
     """
 
     solved: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -46,7 +50,11 @@ class Findings:
     ranges: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     imported: Mapping[str, CheckpointSource] = dataclasses.field(default_factory=dict)
     permuted: dict[str, str] = dataclasses.field(default_factory=dict)
+    rows_scaled: dict[str, str] = dataclasses.field(default_factory=dict)
+    inputs_scaled: dict[str, str] = dataclasses.field(default_factory=dict)
     outliers: dict[str, Array] = dataclasses.field(default_factory=dict)
+    merged: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    apart: set[str] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass
@@ -57,6 +65,8 @@ class Context:
     calibration: data for the solvers that measure activations.
     findings: what solvers found so far.
     work: where what they find is kept, for a run that is to go on after it was stopped.
+    evaluate: runs a small serialized model as it is written, on each of several feeds; None where
+        no runtime is there to prove a rewrite.
     """
 
     plan: QuantPlan
@@ -66,6 +76,7 @@ class Context:
     calibration: Calibration | None = None
     findings: Findings = dataclasses.field(default_factory=Findings)
     work: WorkFolder | None = None
+    evaluate: Callable[[bytes, Sequence[Mapping[str, Array]]], list[dict[str, Array]]] | None = None
 
     def banned_for(self, site: str) -> frozenset[Query]:
         """The kernels that a site must not get."""

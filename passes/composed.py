@@ -31,7 +31,7 @@ class Solvers:
             gave_up = f"{self.codes.name} gave up: the Hessian does not factor at any damping"
             words.append(gave_up if found is None else found[1])
         weight = found[0] if found is not None else ranges or problem.nearest()
-        return weight, ", ".join(word for word in words if word)
+        return problem.fmt.settled(weight), ", ".join(word for word in words if word)
 
     def chooses_ranges(self, fmt: Format) -> bool:
         """Whether one of the steps does, and the format lets it."""

@@ -34,6 +34,9 @@ from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.sites import CONTRIB, Site
 
+_FLOAT = ir.DataType.FLOAT
+"""Integer kernels read and write it; float16 is cast around them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LowerW8A8(Pass):
@@ -59,6 +62,7 @@ class LowerW8A8(Pass):
              y = MatMul(DequantizeLinear(q, s, z), DequantizeLinear <axis = 1> (codes', scales'))
     with input columns that stay in float, which are zero in codes' and not in the scales of x:
              y = Add(y, MatMul(Gather <axis = -1> (x, columns), floats))
+    and in a float16 model Cast around all of it: the kernels take float32.
     """
 
     name: ClassVar[str] = "lower_w8a8"
@@ -131,8 +135,8 @@ class _Writer:
         def fuse(activation: ir.Value, bias: ir.Value | None) -> list[ir.Node]:
             return self._fused(site, query, known, activation, bias)
 
-        by_row = query.activations == "int8-row"
-        nodes = around(site, self.rewriter, fuse, takes_bias=not by_row and not spelled)
+        whole = query.activations != "int8-row" and not spelled and site.dtype == _FLOAT
+        nodes = around(site, self.rewriter, fuse, takes_bias=whole)
         product = "MatMul" if spelled else query.op.rpartition("::")[2]
         place(site, nodes, product, self.rewriter)
         return known
@@ -180,6 +184,9 @@ class _Writer:
             product = self._node(site, "MatMul", [inputs.outliers, floats], "float_columns")
             both = [nodes[-1].outputs[0], product.outputs[0]]
             nodes += [product, self._node(site, "Add", both, "sum")]
+        if site.dtype is not None and site.dtype != _FLOAT:
+            nodes.append(self._node(site, "Cast", [nodes[-1].outputs[0]], "narrow", site.dtype))
+            nodes[-1].attributes["to"] = ir.AttrInt64("to", site.dtype.value)
         return nodes
 
     def _spelled(
@@ -206,11 +213,16 @@ class _Writer:
         return self.inputs.constant("zeros", np.full(n, ZERO_POINT, np.uint8))
 
     def _node(
-        self, site: Site, op_type: str, inputs: Sequence[ir.Value | None], name: str
+        self,
+        site: Site,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        name: str,
+        dtype: ir.DataType = _FLOAT,
     ) -> ir.Node:
         domain = CONTRIB if name == "fused" else ""
         return self.rewriter.node(
-            op_type, inputs, name=f"{site.name}/{name}", domain=domain, dtype=site.dtype
+            op_type, inputs, name=f"{site.name}/{name}", domain=domain, dtype=dtype
         )
 
     def _without(self, source: QuantSource, columns: Array) -> QuantSource:

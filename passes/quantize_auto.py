@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from qgraph.passes.solver import Choice
 
-WITH_DATA = ("gptq", "weighted+gptq")
+WITH_DATA = ("gptq", "weighted+gptq", "smoothquant+gptq")
+"""The last one where activations are rounded."""
 WITHOUT_DATA = ("hqq",)
 
 

@@ -70,7 +70,7 @@ class QuantizedInputs:
         if placed and key in self._made:
             return self._made[key]
         nodes: list[ir.Node] = []
-        found = _Chain(self, x, site.k, nodes).made(kind, known)
+        found = _Chain(self, x, site, nodes).made(kind, known)
         if not placed:
             return dataclasses.replace(found, loose=tuple(nodes))
         self.rewriter.insert_before(site.node, nodes)
@@ -93,8 +93,12 @@ class QuantizedInputs:
 class _Chain:
     """The nodes of one activation."""
 
-    def __init__(self, owner: QuantizedInputs, x: ir.Value, k: int, nodes: list[ir.Node]) -> None:
-        self.owner, self.x, self.k, self.nodes = owner, x, k, nodes
+    def __init__(
+        self, owner: QuantizedInputs, x: ir.Value, site: Site, nodes: list[ir.Node]
+    ) -> None:
+        self.owner, self.x, self.k, self.nodes = owner, x, site.k, nodes
+        if site.dtype != ir.DataType.FLOAT:  # kernels take float32, and a step of 1e-30 is one
+            self.x = self._add("Cast", [x], to=ir.DataType.FLOAT.value)
 
     def made(self, kind: str, known: InputRange) -> QuantizedInput:
         """The activation rounded as `kind` says."""

@@ -24,7 +24,7 @@ from qgraph.quant_tensor import QuantSource
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.sites import Site
-from qgraph.solver_names import needs_activations, needs_data
+from qgraph.solver_names import needs_activations, without_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +60,8 @@ class Solve(Pass):
         chosen = [site for site in sites if is_chosen(context.plan.of(site.name), site)]
         for site in chosen:
             spec = context.plan[site.name].solver or ""
-            if context.calibration is None and needs_data(spec):
-                raise InputError(
-                    f"the solver {spec} needs calibration data: --calibrate FILE (text with "
-                    "--tokenizer, .npz or .jsonl), --calibrate self for a language model's own "
-                    "text, or --solver hqq or rtn, which need none"
-                )
+            if context.calibration is None and (words := without_data(spec)):
+                raise InputError(words)
         self._check_activations(chosen, context)
         if not chosen and context.calibration is None:
             return []
@@ -148,6 +144,9 @@ def _fold_all(
     known = graph.sites() if groups else []
     folds = [find_fold(sites[0].activation, sites, graph, known) for sites in groups.values()]
     steps = []
+    found = context.findings
+    found.rows_scaled.clear()
+    found.inputs_scaled.clear()
     for sites, fold in zip(groups.values(), folds, strict=True):
         factors = _columns(sources[sites[0].name])
         assert factors is not None
@@ -167,6 +166,9 @@ def _fold_all(
             detail = apply_fold(fold, factors, graph, rewriter)
         if fold.kind == "linear" and fold.site is not None and scaled is not None:
             sources[fold.site] = scaled
+        if fold.kind == "linear" and fold.site is not None:
+            found.rows_scaled[fold.site] = sites[0].name
+        found.inputs_scaled.update({site.name: fold.kind for site in sites})
         steps += [
             Step(Solve.name, "scale channels", site.name, "done", None, detail) for site in sites
         ]
@@ -181,7 +183,9 @@ def _scaled(source: QuantSource, rows: np.ndarray) -> SolvedSource | None:
     """`source` with its rows times `rows`; None where the scales cannot be multiplied."""
     if isinstance(source, RoundedSource):
         found = source.block(0, source.n)
-        source = SolvedSource(source.weight, source.format, source.scale_dtype, found)
+        source = SolvedSource(
+            source.weight, source.format, source.scale_dtype, found, None, source.output_error
+        )
     assert isinstance(source, SolvedSource)
     return source.scaled(rows)
 

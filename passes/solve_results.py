@@ -146,8 +146,11 @@ class Kept:
         assert site.weight is not None and site.dtype is not None
         solver, detail = str(found.notes["solver"]), str(found.notes["detail"])
         reason = found.notes["reason"]
+        error = found.notes.get("output_error")
         if found.notes["rounded"]:
-            return Solution(rounded(site, decision), solver, detail, reason)
+            nearest = rounded(site, decision)
+            nearest.output_error = error
+            return Solution(nearest, solver, detail, reason)
         fmt = parse(decision.format or "")
         specs = fmt.parts(site.n, site.k, site.dtype, fmt.default_layout)
         parts: dict[Part, Array] = {
@@ -157,7 +160,7 @@ class Kept:
             for part, spec in specs.items()
         }
         fields = {name: found.arrays[name] for name in _TRANSFORM if name in found.arrays}
-        source = SolvedSource(site.weight, fmt, site.dtype, parts, Transform(**fields))
+        source = SolvedSource(site.weight, fmt, site.dtype, parts, Transform(**fields), error)
         return Solution(source, solver, detail, reason)
 
     def keep(self, site: Site, solution: Solution) -> None:
@@ -169,6 +172,7 @@ class Kept:
             "detail": solution.detail,
             "reason": solution.reason,
             "rounded": isinstance(source, RoundedSource),
+            "output_error": source.output_error,
         }
         arrays: dict[str, Array] = {}
         if isinstance(source, SolvedSource):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class Draft:
-    """One weight's rows as they are found, and the loss of them and of rounding."""
+    """One weight's rows as they are found, and the loss of them, of rounding and of zeros.
+
+    outputs: ‖WXᵀ‖² of the weight that is aimed at, which is the loss of zeros.
+    """
 
     site: Site
     nearest: RoundedSource
     pieces: list[QuantizedWeight] = dataclasses.field(default_factory=list)
     loss: float = 0.0
     rounding: float = 0.0
+    outputs: float = 0.0
     words: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -38,6 +43,10 @@ class Draft:
     def ratio(self) -> float:
         """The loss in units of rounding's."""
         return self.loss / self.rounding if self.rounding > 0 else float(self.loss > 0)
+
+    def relative(self, loss: float) -> float | None:
+        """The error ‖(W − Ŵ)Xᵀ‖/‖WXᵀ‖ of a loss; None where the outputs are zero."""
+        return math.sqrt(max(0.0, loss) / self.outputs) if self.outputs > 0 else None
 
 
 def rows_of(site: Site, start: int, stop: int) -> Tensor:
@@ -73,6 +82,15 @@ def losses(
     quantized = torch.from_numpy(fmt.dequantize(found)).to(weights.device)
     loss = gptq.loss(weights, quantized, moments.hessian)
     return loss if rounding is None else loss + (quantized @ rounding.T).square().sum(1)
+
+
+def sizes(weights: Tensor, moments: Moments) -> Tensor:
+    """tr(W H Wᵀ) = ‖W Xᵀ‖² of each row, `[n]`."""
+    import torch
+
+    from qgraph.passes import gptq
+
+    return gptq.loss(weights, torch.zeros_like(weights), moments.hessian)
 
 
 def fitted(draft: Draft, scale: Tensor | None = None, order: Tensor | None = None) -> Format:

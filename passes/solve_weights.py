@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from qgraph.formats.base import Format, QuantizedWeight, parse
@@ -19,6 +19,7 @@ from qgraph.passes.solve_rows import (
     losses,
     pieces,
     rows_of,
+    sizes,
     together,
     transformed,
 )
@@ -29,7 +30,7 @@ from qgraph.plan import Decision, QuantPlan
 from qgraph.quant_tensor import BLOCK_BYTES, QuantSource
 from qgraph.recipe import FLOAT, Recipe
 from qgraph.sites import Site
-from qgraph.solver_names import needs_data
+from qgraph.solver_names import needs_activations, needs_data
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,26 +107,45 @@ class StageSolver:
     def _best(
         self, spec: str, sites: Sequence[Site]
     ) -> dict[str, tuple[str, Draft, Transform | None]]:
-        """Per site the draft of least loss, over what `auto` tries or the one that was asked."""
+        """Per site the draft of least loss, over what `auto` tries or the one that was asked.
+
+        Channel factors are for all that read the activation: drafts with them are taken together,
+        where all their losses are less.
+        """
         best: dict[str, tuple[str, Draft, Transform | None]] = {}
+        scaled: list[dict[str, tuple[str, Draft, Transform | None]]] = []
         for candidate in self._applying(spec, sites):
-            for name, (draft, transform) in self._drafts(candidate, sites).items():
-                if name not in best or draft.loss < best[name][1].loss:
-                    best[name] = (candidate, draft, transform)
+            found = {
+                name: (candidate, draft, transform)
+                for name, (draft, transform) in self._drafts(candidate, sites).items()
+            }
+            if any(each is not None and each.columns is not None for _, _, each in found.values()):
+                scaled.append(found)
+                continue
+            for name, each in found.items():
+                if name not in best or each[1].loss < best[name][1].loss:
+                    best[name] = each
+        for found in scaled:
+            if not best or _total(found) < _total(best):
+                best = found
         return best
 
     def _applying(self, spec: str, sites: Sequence[Site]) -> list[str]:
-        """What is tried for a solver; of several only what can choose ranges where it should."""
+        """What is tried for a solver; of several only those with something to do.
+
+        Ranges want a format that lets them be chosen, factors for rounded activations those.
+        """
         tried = candidates(spec, with_data=True)
         fmts = [parse(self.plan[site.name].format or "") for site in sites]
+        rounded = any(self._activations(site)[0] != FLOAT for site in sites)
         solvers = {each: make(each, self.plan.recipe) for each in tried}
-        return [
-            each
-            for each in tried
-            if len(tried) == 1
-            or solvers[each].ranges is None
-            or any(solvers[each].chooses_ranges(fmt) for fmt in fmts)
-        ]
+
+        def applies(each: str) -> bool:
+            ranges = solvers[each].ranges
+            able = ranges is None or any(solvers[each].chooses_ranges(fmt) for fmt in fmts)
+            return able and (rounded or not needs_activations(each))
+
+        return [each for each in tried if len(tried) == 1 or applies(each)]
 
     def _drafts(
         self, spec: str, sites: Sequence[Site]
@@ -276,12 +296,14 @@ class StageSolver:
         nearest = QuantizedWeight.joined(rounding)
         before = losses(target, nearest, fmt, self.moments, plain_inputs)
         after = losses(problem.weights, found, fmt, moments, inputs)
+        outputs = sizes(target, self.moments)
         at = 0
         for d, start, stop in piece:
             here = slice(at, at + stop - start)
             d.pieces.append(found.rows(here))
             d.loss += float(after[here].sum())
             d.rounding += float(before[here].sum())
+            d.outputs += float(outputs[here].sum())
             if word and word not in d.words:
                 d.words.append(word)
             at = here.stop
@@ -306,11 +328,18 @@ class StageSolver:
         """The draft, or rounding where that is better."""
         assert site.weight is not None and site.dtype is not None
         words = [f"{spec}: loss {draft.ratio:.3f} of rounding's", *draft.words]
+        draft.nearest.output_error = draft.relative(draft.rounding)
         if draft.ratio > 1:
             return Solution(draft.nearest, "rtn", ", ".join(words), "SOLVER_FELL_BACK")
         found = QuantizedWeight.joined(draft.pieces)
-        source = SolvedSource(site.weight, draft.fmt, site.dtype, found, transform)
+        error = draft.relative(draft.loss)
+        source = SolvedSource(site.weight, draft.fmt, site.dtype, found, transform, error)
         return Solution(source, spec, ", ".join(words))
+
+
+def _total(drafts: Mapping[str, tuple[str, Draft, Transform | None]]) -> float:
+    """The loss of several weights."""
+    return sum(draft.loss for _, draft, _ in drafts.values())
 
 
 def solve_alone(

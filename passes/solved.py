@@ -69,8 +69,10 @@ class SolvedSource(WeightSource):
         scale_dtype: ir.DataType,
         found: QuantizedWeight | Mapping[Part, Array],
         transform: Transform | None = None,
+        output_error: float | None = None,
     ) -> None:
         super().__init__(weight, fmt, scale_dtype)
+        self.output_error = output_error
         self.transform = transform or Transform()
         if isinstance(found, QuantizedWeight):
             found = fmt.pack(found, fmt.default_layout)
@@ -103,7 +105,9 @@ class SolvedSource(WeightSource):
             self.transform, rows=rows if before is None else before * rows
         )
         found = dataclasses.replace(whole, scales=scales)
-        return SolvedSource(self.weight, self.format, self.scale_dtype, found, transform)
+        return SolvedSource(
+            self.weight, self.format, self.scale_dtype, found, transform, self.output_error
+        )
 
     def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:
         """The numbers must be those found; the error is that of the weight all the same."""

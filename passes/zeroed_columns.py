@@ -21,6 +21,7 @@ class ZeroedColumns(QuantSource):
         self.source, self.columns = source, columns
         self.format, self.n, self.k = source.format, source.n, source.k
         self.scale_dtype, self.name = source.scale_dtype, source.name
+        self.output_error = source.output_error
 
     def block(self, start: int, stop: int) -> QuantizedWeight:
         """Rows `start:stop`."""

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     )
     from qgraph.explanation import Explanation
     from qgraph.exporting import export_checkpoint
+    from qgraph.generating import TextModel, generate
+    from qgraph.generation import Generation, Piece
     from qgraph.graph import Graph
     from qgraph.importing import import_checkpoint
     from qgraph.inspecting import Inspection, inspect
@@ -42,6 +44,7 @@ _HOME = {
     "CoverageError": "errors",
     "Decision": "plan",
     "Explanation": "explanation",
+    "Generation": "generation",
     "Graph": "graph",
     "GraphError": "errors",
     "InputError": "errors",
@@ -49,17 +52,20 @@ _HOME = {
     "MissingExtra": "errors",
     "NumericError": "errors",
     "Override": "recipe",
+    "Piece": "generation",
     "QGraphError": "errors",
     "QuantPlan": "plan",
     "Recipe": "recipe",
     "Report": "report",
     "Result": "pipeline",
     "Step": "report",
+    "TextModel": "generating",
     "bench": "benching",
     "capture": "pipeline",
     "compare": "comparing",
     "explain": "pipeline",
     "export_checkpoint": "exporting",
+    "generate": "generating",
     "import_checkpoint": "importing",
     "inspect": "inspecting",
     "kl_divergence": "divergence",
@@ -75,6 +81,7 @@ __all__ = [
     "CoverageError",
     "Decision",
     "Explanation",
+    "Generation",
     "Graph",
     "GraphError",
     "InputError",
@@ -82,18 +89,21 @@ __all__ = [
     "MissingExtra",
     "NumericError",
     "Override",
+    "Piece",
     "QGraphError",
     "QuantPlan",
     "Recipe",
     "Report",
     "Result",
     "Step",
+    "TextModel",
     "__version__",
     "bench",
     "capture",
     "compare",
     "explain",
     "export_checkpoint",
+    "generate",
     "import_checkpoint",
     "inspect",
     "kl_divergence",

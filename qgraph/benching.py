@@ -20,12 +20,12 @@ from qgraph.kernel_choice import kernel_of
 from qgraph.machine import cpu_name
 from qgraph.one_op import cut, float_linear
 from qgraph.progress import Progress, Silent
-from qgraph.runtimes.feeds import is_cache, synthesize_feeds
+from qgraph.runtimes.feeds import axis_of, feeds_of
 from qgraph.sites import PACKED, Site
 from qgraph.timing import interleave
 
 if TYPE_CHECKING:
-    from qgraph.runtimes.base import Model, Runtime, Session, ValueSpec
+    from qgraph.runtimes.base import Model, Runtime, Session
 
 ROWS = (1, 4, 16, 64, 256)
 LEAST_ROUNDS = 3
@@ -71,12 +71,12 @@ def bench(
     others: list[Any] = list(against) if several else [against]  # type: ignore[arg-type]
     runtime: Runtime = registry.load("target", target)
     steps = progress or Silent()
-    names = _names([model, *others])
+    names = side_names([model, *others])
     measure = _Measure(runtime, rounds, threads)
     steps.stage("loading the models")
     sources = [runnable(each) for each in (model, *others)]
     sessions = {name: measure.open(source) for name, source in zip(names, sources, strict=True)}
-    axis = _axis(sessions[names[0]].inputs)
+    axis = axis_of(sessions[names[0]].inputs)
     wanted: tuple[int | None, ...] = tuple(rows) if axis != "fixed" else (None,)
     steps.stage("measuring the models", total=len(wanted))
     whole = []
@@ -114,7 +114,7 @@ def _check(rows: Sequence[int], rounds: int, threads: int) -> None:
         raise InputError(f"threads {threads}: wanted 1 or more, or 0 for the runtime's own choice")
 
 
-def _names(sources: Sequence[Source]) -> list[str]:
+def side_names(sources: Sequence[Source]) -> list[str]:
     """A name for each side: the path as it was given, numbered where it comes twice."""
     found: list[str] = []
     for source in sources:
@@ -130,23 +130,6 @@ def _title(source: Any) -> str:
     return (source.graph.name if isinstance(source, ir.Model) else "") or type(source).__name__
 
 
-def _axis(inputs: Sequence[ValueSpec]) -> str:
-    """What `rows` is for a model with these inputs: `tokens`, `samples`, or `fixed`."""
-    if _varies(inputs, "sequence") and all(len(spec.shape) != 4 for spec in _no_caches(inputs)):
-        return "tokens"
-    return "samples" if _varies(inputs, "batch") else "fixed"
-
-
-def _no_caches(inputs: Sequence[ValueSpec]) -> list[ValueSpec]:
-    return [spec for spec in inputs if not is_cache(spec)]
-
-
-def _varies(inputs: Sequence[ValueSpec], axis: str) -> bool:
-    """Whether the shape of any input follows `axis` (`batch` or `sequence`)."""
-    one, two = (synthesize_feeds(inputs, **{axis: size}) for size in (2, 3))
-    return any(one[name].shape != two[name].shape for name in one)
-
-
 class _Measure:
     """Runs sides turn by turn."""
 
@@ -159,9 +142,8 @@ class _Measure:
 
     def whole(self, sessions: Mapping[str, Session], axis: str, rows: int | None) -> Row:
         """Every model on inputs of its own making."""
-        sizes = {} if rows is None else {"sequence" if axis == "tokens" else "batch": rows}
         runs = {
-            name: _bound(session, synthesize_feeds(session.inputs, **sizes))
+            name: _bound(session, feeds_of(session.inputs, axis, rows))
             for name, session in sessions.items()
         }
         timings = interleave(runs, self.rounds)

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from qgraph.calibration import Calibration
 from qgraph.capabilities import Capabilities
 from qgraph.comparing import compare
+from qgraph.comparison import WAYS_TO_LESS
 from qgraph.constants import FLOATS
 from qgraph.errors import InputError, NumericError
 from qgraph.feeding import Feeder
@@ -82,7 +83,10 @@ class Judge:
         self.logits = _logits_of(graph.model) if feeder.tokens is not None else None
         self.cut = feeder.tokens is not None and _is_open(graph.model, feeder.tokens)
         if recipe.max_kl is not None and self.logits is None:
-            raise InputError("the model gives no logits of a vocabulary: --max-kl has no meaning")
+            raise InputError(
+                "the model gives no logits of a vocabulary: --max-kl has no meaning; leave it out "
+                "(--target-bits and --max-size go by the outputs' error)"
+            )
         self.budget: BitBudget | None = None
         self.proposal: Proposal | None = None
         self.trials: list[Trial] = []
@@ -153,12 +157,18 @@ class Judge:
 
     def _proposed(self, budget: BitBudget, limit: float | None) -> Proposal:
         found = budget.propose(limit)
-        if found is None or not any(item.quantized for item in found.plan.decisions):
+        nothing = found is None or not any(item.quantized for item in found.plan.decisions)
+        if nothing and not self.recipe.mixed:
+            raise InputError(
+                f"{_asked(self.recipe)}: all weights may stay floats, and nothing would be "
+                "quantized; allow less, or name the formats to choose from (--candidate)"
+            )
+        if found is None or nothing:
             least = budget.least()
             self._refuse(
                 f"no plan that quantizes anything has a KL divergence of at most "
                 f"{self.recipe.max_kl:g}: the best ({budget.summary(least)}; "
-                f"{least.nbytes / 1e6:.1f} MB) is predicted to have {least.loss:.2g}",
+                f"{least.nbytes / 1e6:.4g} MB) is predicted to have {least.loss:.2g}",
                 least.plan,
             )
         return found
@@ -169,7 +179,7 @@ class Judge:
         if self.report is not None:
             write_report(self.report, plan.to_json())
             where = f"`qgraph explain {self.report}` shows that plan"
-        raise NumericError(f"{words}; nothing was written; {where}")
+        raise NumericError(f"{words}; nothing was written; {where}; {WAYS_TO_LESS}")
 
     def verdict(self, made: QuantPlan, candidate: Path | ir.Model, nbytes: int) -> QuantPlan | None:
         """Measure a model that was made; None where it is good, else the plan of the next one.
@@ -224,7 +234,7 @@ class Judge:
             self._refuse(
                 f"the KL divergence is above {bound:g} in all {len(self.trials)} models that were "
                 f"made: the best ({self.budget.summary(best.proposal)}; "
-                f"{best.nbytes / 1e6:.1f} MB) has {best.loss:.4g}",
+                f"{best.nbytes / 1e6:.4g} MB) has {best.loss:.4g}",
                 best.proposal.plan,
             )
         smallest = min(good, key=lambda trial: trial.nbytes)
@@ -252,7 +262,7 @@ class Judge:
         if bound is not None and not loss <= bound:
             raise NumericError(
                 f"the KL divergence is {loss:.4g} nats on {self._held} that were held out, more "
-                f"than the {bound:g} that are allowed; nothing was written"
+                f"than the {bound:g} that are allowed; nothing was written; {WAYS_TO_LESS}"
             )
 
     @property
@@ -261,20 +271,35 @@ class Judge:
         return f"{count} sample{'' if count == 1 else 's'} ({self.held_out.tokens} tokens)"
 
     @property
-    def line(self) -> str:
-        """What was chosen and what it costs, predicted and measured."""
-        kind = "KL divergence" if self.logits is not None else "relative output error"
-        words = []
-        if self.proposal is not None and self.budget is not None:
-            words = [
-                f"bit budget: {self.budget.summary(self.proposal)}",
+    def chosen(self) -> str:
+        """What was chosen, and what it is to cost; "" where nothing is."""
+        if self.proposal is None or self.budget is None:
+            return ""
+        return "; ".join(
+            [
+                self.budget.summary(self.proposal),
                 f"{self.proposal.bits:.2f} bits a weight of linears",
-                f"{kind} {self.proposal.loss:.3g} predicted",
+                f"{self._kind} {self.proposal.loss:.3g} predicted",
                 _within(self.proposal.gap),
             ]
-        if self.measured is not None:
-            words.append(f"{kind} {self.measured:.3g} measured on {self._held} held out")
-        return "; ".join(words)
+        )
+
+    @property
+    def found(self) -> str:
+        """What it costs, measured; "" before that."""
+        if self.measured is None:
+            return ""
+        return f"{self._kind} {self.measured:.3g} measured on {self._held} held out"
+
+    @property
+    def line(self) -> str:
+        """What was chosen and what it costs, predicted and measured."""
+        chosen = f"bit budget: {self.chosen}" if self.chosen else ""
+        return "; ".join(filter(None, (chosen, self.found)))
+
+    @property
+    def _kind(self) -> str:
+        return "KL divergence" if self.logits is not None else "relative output error"
 
     def to_json(self) -> dict[str, Any]:
         """For the report's totals."""
@@ -298,6 +323,13 @@ class Judge:
         if found.divergence is not None:
             return found.divergence.mean
         return sum(row.error**2 for row in found.outputs) / len(found.outputs)
+
+
+def _asked(recipe: Recipe) -> str:
+    """A budget of size, as it is given."""
+    if recipe.target_bits is not None:
+        return f"--target-bits {recipe.target_bits:g}"
+    return f"--max-size {(recipe.max_size or 0) / 1e6:.4g} MB"
 
 
 def _within(gap: float) -> str:

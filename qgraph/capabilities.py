@@ -117,6 +117,8 @@ class Capabilities:
     """The kernels of one target, in the order of preference.
 
     folds: whether the runtime computes what depends on constants alone once, at load.
+    known_ops: every operator that the provider has a kernel for, `DOMAIN::NAME`; empty where that
+        is not known.
     """
 
     target: str
@@ -124,6 +126,16 @@ class Capabilities:
     runtime: str
     rules: tuple[KernelRule, ...]
     folds: bool = False
+    known_ops: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)
+
+    @property
+    def simulates_fp8(self) -> bool:
+        """Whether FP8 activations are multiplied as floats; of a Q/DQ graph nobody knows."""
+        return self.target != "qdq" and "cpu" in self.provider.lower()
+
+    def has_op(self, op: str) -> bool:
+        """Whether there is a kernel of `op`; one of ONNX's own has no domain, or `ai.onnx`."""
+        return (op if "::" in op else f"ai.onnx::{op}") in self.known_ops
 
     def ops(self, numbers: str) -> tuple[str, ...]:
         """The operators with kernels for codes of a kind, in the order of preference."""
@@ -140,7 +152,8 @@ class Capabilities:
             return Answer(None, "NO_FUSED_KERNEL", f"{self.runtime} has no kernel for {query.op}")
         rules = [rule for rule in rules if query.numbers in rule.numbers]
         if not rules:
-            detail = f"{self.runtime} has no kernel for {query.numbers} codes"
+            op = query.op.partition("::")[2]
+            detail = f"{self.runtime} has no kernel for {query.numbers} codes in {op}"
             return Answer(None, "NO_FUSED_KERNEL", detail)
         for code, takes, refusal in _CRITERIA:
             left = [rule for rule in rules if takes(rule, query)]

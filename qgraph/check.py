@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 
 LOST = 0.9
-"""A relative weight error above this: nothing of the weight is left (2 bits leave 0.3 to 0.7)."""
+"""A relative error above this: nothing is left, zeros have 1 (2 bits leave 0.3 to 0.7)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,8 @@ class SiteCheck:
         wrong; None where all is right.
     worst_ratio: the largest error of the kernel divided by its bound; NaN where it did not run.
     weight_error: ‖W − Ŵ‖/‖W‖ (Frobenius) over the rows that were read back.
+    output_error: the same of the outputs on calibration data, where a solver measured it. It may
+        be small where the weight's is large: solvers choose codes by the outputs.
     """
 
     site: str
@@ -61,14 +63,19 @@ class SiteCheck:
     worst_ratio: float
     weight_error: float
     detail: str = ""
+    output_error: float | None = None
 
     @property
     def lost(self) -> str:
         """Why nothing of the weight is left, as a sentence; empty where something is."""
-        if not self.ok or self.weight_error <= LOST:
+        measured = self.output_error is not None
+        error = self.output_error if self.output_error is not None else self.weight_error
+        if not self.ok or error <= LOST:
             return ""
-        why = "its scales underflow, or its codes have too few bits for it"
-        return f"the quantized weight is {self.weight_error:.0%} off: {why}"
+        what = "its outputs on calibration data are" if measured else "the quantized weight is"
+        return (
+            f"{what} {error:.0%} off: its scales underflow, or its codes have too few bits for it"
+        )
 
 
 def check_model(
@@ -150,7 +157,8 @@ def _site_check(site: str, probe: Probe, stored: _Bytes, verdict: Verdict | None
         detail = f"{probe.key}: {verdict.detail}"
         return SiteCheck(site, probe.key, False, code, ratio, stored.error, detail)
     detail = verdict.detail if verdict else ""
-    return SiteCheck(site, probe.key, True, None, ratio, stored.error, detail)
+    outputs = probe.weight.source.output_error
+    return SiteCheck(site, probe.key, True, None, ratio, stored.error, detail, outputs)
 
 
 def _advancing(results: Iterable[_T], progress: Progress, done: int = 0) -> Iterator[_T]:

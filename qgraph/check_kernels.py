@@ -17,8 +17,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from qgraph.capabilities import MATMUL_NBITS
 from qgraph.errors import QGraphError
 from qgraph.formats.base import Array
+from qgraph.formats.grouping import count_groups, read_scales
+from qgraph.formats.output_bound import LEVEL_4_ZEROS, zeros_bound
 from qgraph.probe import KernelKey as KernelKey
 from qgraph.probe import Kind as Kind
 from qgraph.probe import Probe as Probe
@@ -31,16 +34,19 @@ Run: TypeAlias = Callable[[Path, Sequence[Mapping[str, NDArray[Any]]]], list[dic
 ROWS = (1, 17)
 """Rows M of the activation: kernels for one row and for many are different code."""
 OUTLIER = 1000.0
+_CASES = [f"M = {m}{more}" for more in ("", f", one channel × {OUTLIER:.0f}") for m in ROWS]
 GATHERED = 256
-_HALF_RANGE = 30_000.0
-"""Products of float16 models are kept below this, half of what float16 holds."""
+_RANGE = {"float16": 3e4, "float32": 1e36, "bfloat16": 1e36}
+"""Products are kept below this: infinities say nothing of kernels. It is half of what float16
+holds, and less of the others: a kernel's sums, zero points in them, are larger than its result."""
 _INT8_STEP = 1 / 254
 """Half a step of activations rounded to −127…127, relative to the block's amax."""
 _SLACK = {"float32": 1e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Rounding of a product, relative to Σ|ŵ||x|."""
 _ROUNDING = {"float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Rounding of one dequantized element, relative to it."""
-_TINY = 1e-30
+_TINY = {"float16": 2.0**-24, "float32": 1e-30, "bfloat16": 1e-30}
+"""What results may be off whatever their size: in float16, the step of its subnormal numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +91,7 @@ def _feeds(probe: Probe) -> list[dict[str, Array]]:
     if probe.kind == "gather":
         return [{"x": _indices(probe)}]
     lead = (1,) * (probe.sums.rank - 2) if probe.sums is not None else ()
-    return [{"x": x.reshape(*lead, *x.shape)} for _, x in _activations(probe)]
+    return [{"x": x.reshape(*lead, *x.shape)} for x in _activations(probe)]
 
 
 def _indices(probe: Probe) -> Array:
@@ -95,25 +101,24 @@ def _indices(probe: Probe) -> Array:
     return found[order][None].astype(x_type(probe).numpy())
 
 
-def _activations(probe: Probe) -> Iterator[tuple[str, Array]]:
-    """Gaussian activations `[M, K]`, then the same with one channel × 1000, named."""
+def _activations(probe: Probe) -> Iterator[Array]:
+    """Activations `[M, K]` of each of _CASES: Gaussian, then the same with one channel × 1000."""
     key = probe.key
     gauss = np.random.default_rng(0).standard_normal((max(ROWS), key.k)).astype(np.float32)
     outlier = gauss.copy()
     outlier[:, key.k // 3] *= OUTLIER
-    for title, x in (("", gauss), (f", one channel × {OUTLIER:.0f}", outlier)):
-        scale = 1.0 if probe.integer is None else probe.integer.fitting_scale
-        if key.dtype == "float16":
-            reach = probe.weight.largest() * float(np.abs(x).sum(axis=1).max())
-            scale = 2.0 ** -max(0, np.ceil(np.log2(max(reach, _TINY) / _HALF_RANGE)))
+    largest = probe.weight.largest()
+    fitting = 1.0 if probe.integer is None else probe.integer.fitting_scale
+    for x in (gauss, outlier):
+        reach = largest * fitting * float(np.abs(x).sum(axis=1).max()) / _RANGE[key.dtype]
+        scale = fitting * 2.0 ** -max(0, np.ceil(np.log2(max(reach, _TINY["float32"]))))
         for m in ROWS:
-            yield f"M = {m}{title}", (x[:m] * np.float32(scale)).astype(key.dtype)
+            yield (x[:m] * np.float32(scale)).astype(key.dtype)
 
 
 def _check_linear(probe: Probe, feeds: Sequence[Mapping[str, Array]], got: list[Array]) -> Verdict:
     """The bounds of every case, one block of rows of the weight after the other."""
     key = probe.key
-    titles = [title for title, _ in _activations(probe)]
     fed = [feed["x"].reshape(-1, key.k) for feed in feeds]
     x = np.concatenate(fed).astype(np.float64)
     wrong = [each.shape for each in got if each.shape[-1] != key.n or not each.size]
@@ -138,13 +143,18 @@ def _check_linear(probe: Probe, feeds: Sequence[Mapping[str, Array]], got: list[
         error = np.abs(y[:, start:stop] - wanted)
         reach = [np.abs(each) for each in addends]
         bound = _product_bound(key, sizes, reach, np.abs(added))
+        slack = _zeros_slack(probe)
+        if slack:
+            bound += zeros_bound(sizes, _stored_scales(probe, start, stop), key.block, slack)
         if rounding is not None:
             bound += rounding @ reach[0].T
-        ratio = error / (bound + _TINY)
+        ratio = error / (bound + _TINY[key.dtype])
         worst = np.maximum(worst, ratio.max(axis=1))  # NaN stays NaN
-    cases = np.repeat(titles, [len(each) for each in fed])
+    cases = np.repeat(_CASES, [len(each) for each in fed])
     at = int(np.argmax(worst))
     detail = f"the error is {worst[at]:.3g} times its bound at {cases[at]}"
+    if not np.isfinite(worst[at]):
+        detail = f"the result is no finite number, the product is one, at {cases[at]}"
     return Verdict(_number(worst[at]), detail)
 
 
@@ -157,8 +167,29 @@ def _product_bound(key: KernelKey, x: Array, addends: Sequence[Array], bias: Arr
     if key.level == 4:
         starts = np.arange(0, key.k, key.block or key.k)
         amax = np.maximum.reduceat(x, starts, axis=1)
-        bound += amax @ np.add.reduceat(addends[0], starts, axis=1).T * _INT8_STEP
+        sums = np.add.reduceat(addends[0], starts, axis=1, dtype=np.float64)
+        bound += amax @ sums.T * _INT8_STEP
     return bound
+
+
+def _zeros_slack(probe: Probe) -> float:
+    """What rounding may leave of zero points, in units of scales by Σ|x|.
+
+    Most where codes are near them. Level 4 takes them away at the end; kernels of bfloat16 keep
+    what a zero point is off the middle, times the scale, in that type.
+    """
+    codes = 1 << probe.node.attributes.get_int("bits", 8)
+    if probe.key.level == 4:
+        return codes * LEVEL_4_ZEROS
+    if probe.key.op == MATMUL_NBITS and not probe.key.symmetric and probe.key.dtype == "bfloat16":
+        return codes / 2 * 2.0**-9
+    return 0.0
+
+
+def _stored_scales(probe: Probe, start: int, stop: int) -> Array:
+    """`[n, nb]`, those of blocks that repeat a larger group's among them."""
+    blocks = count_groups(probe.key.k, probe.key.block)
+    return read_scales(probe.weight.typed("scales", start, stop), stop - start, blocks)
 
 
 def _check_gather(probe: Probe, feeds: Sequence[Mapping[str, Array]], got: list[Array]) -> Verdict:
@@ -182,9 +213,8 @@ def _check_elements(key: KernelKey, got: Array, wanted: Array) -> Verdict:
     """Elements that are only dequantized are right to the last bit or two of their type."""
     if got.shape != wanted.shape:
         return Verdict(float("inf"), f"the result has shape {got.shape}, not {wanted.shape}")
-    least = 2.0**-24 if key.dtype == "float16" else _TINY  # float16's subnormal step
     error = np.abs(got.astype(np.float64) - wanted)
-    ratio = _number(np.max(error / (_ROUNDING[key.dtype] * np.abs(wanted) + least)))
+    ratio = _number(np.max(error / (_ROUNDING[key.dtype] * np.abs(wanted) + _TINY[key.dtype])))
     return Verdict(ratio, f"a dequantized weight is {ratio:.3g} times its rounding off")
 
 

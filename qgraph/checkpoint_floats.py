@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.binding import end_alike
 from qgraph.constants import FLOATS, open_array
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
@@ -28,12 +30,17 @@ class Taken:
     """What became of the float constants of a graph.
 
     same, replaced, missing: their names; `missing` look like parameters, and the checkpoint has
-    none of their name.
+    none of their name. suggested: those that were found by the end of their names.
+    left: every constant that keeps the graph's values.
+    unused: names of the checkpoint's tensors that none of them has.
     """
 
     same: list[str] = dataclasses.field(default_factory=list)
     replaced: list[str] = dataclasses.field(default_factory=list)
     missing: list[str] = dataclasses.field(default_factory=list)
+    suggested: list[str] = dataclasses.field(default_factory=list)
+    left: list[ir.Value] = dataclasses.field(default_factory=list)
+    unused: list[str] = dataclasses.field(default_factory=list)
 
     def notes(self, shown: int = 3) -> list[str]:
         """What a user should know, a sentence each."""
@@ -48,7 +55,60 @@ class Taken:
                 f"{len(self.missing)} float constants are not in the checkpoint and stay as the "
                 f"graph has them: {_some(self.missing, shown)}"
             )
-        return found
+        if self.unused:
+            found.append(
+                f"{len(self.unused)} float tensors of the checkpoint are not in the graph, which "
+                f"computes without them or with the graph's own: {_some(self.unused, shown)}"
+            )
+        return [*found, *self.suggestions(shown)]
+
+    def suggestions(self, shown: int = 3) -> list[str]:
+        """What was found by likeness."""
+        if not self.suggested:
+            return []
+        return [
+            f"{len(self.suggested)} float constants have no tensor of their name, and one was "
+            f"found by the end of its name: {_some(self.suggested, shown)}"
+        ]
+
+
+class BoundFloats(NamedTuple):
+    """What a constant is to hold.
+
+    name: of the parameter. turned: whether the constant is that turned around.
+    """
+
+    name: str
+    tensor: FloatTensor
+    turned: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SomeRows:
+    """Rows `first:first + n` of a matrix of floats, as a tensor of its own."""
+
+    whole: FloatTensor
+    first: int
+    n: int
+
+    @property
+    def name(self) -> str:
+        """Whose rows, and which."""
+        return f"{self.whole.name}[{self.first}:{self.first + self.n}]"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(n, K)`."""
+        return (self.n, *self.whole.shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of the whole."""
+        return self.whole.dtype
+
+    def rows(self, start: int, stop: int) -> Array:
+        """Rows `start:stop` of these."""
+        return self.whole.rows(self.first + start, self.first + stop)
 
 
 def _some(names: list[str], shown: int) -> str:
@@ -58,7 +118,7 @@ def _some(names: list[str], shown: int) -> str:
 def take_floats(
     model: ir.Model,
     floats: Mapping[str, FloatTensor],
-    bound: Mapping[int, tuple[str, bool]],
+    bound: Mapping[int, BoundFloats],
     quantized: Iterable[int],
 ) -> Taken:
     """Give each float constant of `model` the values that the checkpoint has under its name.
@@ -66,8 +126,7 @@ def take_floats(
     Args:
         model: changed in place.
         floats: the checkpoint's, by name.
-        bound: constants that are known under another name, by `id` of their value: the name, and
-            whether the constant is the parameter turned around.
+        bound: what constants hold that sites read, by `id` of their value.
         quantized: `id`s of the constants that quantized weights replace.
 
     Raises:
@@ -75,20 +134,60 @@ def take_floats(
             float; names both.
     """
     found, done = Taken(), set(quantized)
-    for scope in scopes(model.graph):
-        for value in scope.initializers.values():
-            tensor = value.const_value
-            if tensor is None or tensor.dtype not in FLOATS or id(value) in done:
-                continue
-            names = (value.name or "", *value.meta.get(ALIASES, ()))
-            name, turned = bound.get(id(value), ("", False))
-            name = name or next((each for each in names if each in floats), "")
-            if not name:
-                if any(each.endswith(_PARAMETERS) for each in names):
-                    found.missing.append(names[0])
-                continue
-            _take(value, floats[name], turned, found)
+    used = {given.name for given in bound.values()}
+    for value in _constants(model):
+        if id(value) in done:
+            continue
+        names = _names(value)
+        used |= set(names)
+        known = [BoundFloats(each, floats[each]) for each in names if each in floats]
+        given = bound.get(id(value)) or next(iter(known), None)
+        if given is None:
+            found.left.append(value)
+        else:
+            _take(value, given.tensor, given.turned, found)
+    free = {name: tensor for name, tensor in floats.items() if name not in used}
+    for value, name in _by_end(found.left, free):
+        found.suggested.append(f"{value.name} → {name}")
+        found.left.remove(value)
+        _take(value, free.pop(name), False, found)
+    named = [value for value in found.left if any(n.endswith(_PARAMETERS) for n in _names(value))]
+    found.missing += [value.name or "" for value in named]
+    found.unused += [name for name, tensor in free.items() if tensor.dtype.kind not in "iub"]
     return found
+
+
+def _constants(model: ir.Model) -> list[ir.Value]:
+    """Every float constant, of all scopes."""
+    values = [value for scope in scopes(model.graph) for value in scope.initializers.values()]
+    return [v for v in values if v.const_value is not None and v.const_value.dtype in FLOATS]
+
+
+def _names(value: ir.Value) -> tuple[str, ...]:
+    return (value.name or "", *value.meta.get(ALIASES, ()))
+
+
+def _by_end(values: list[ir.Value], free: Mapping[str, FloatTensor]) -> list[tuple[ir.Value, str]]:
+    """Parameters, and tensors of that shape whose names end alike, where that leaves no doubt."""
+    pairs = []
+    for value in values:
+        tensor = value.const_value
+        assert tensor is not None
+        shape = tuple(tensor.shape.numpy())
+        own = [name for name in _names(value) if name.endswith(_PARAMETERS)]
+        pairs += [
+            (value, name)
+            for name, given in free.items()
+            if given.shape == shape and any(_ends_alike(name, each) for each in own)
+        ]
+    times = Counter([id(value) for value, _ in pairs]), Counter([name for _, name in pairs])
+    return [pair for pair in pairs if times[0][id(pair[0])] == times[1][pair[1]] == 1]
+
+
+def _ends_alike(one: str, other: str) -> bool:
+    """Whether two names of one kind of parameter end alike."""
+    kind = one.rpartition(".")[2] == other.rpartition(".")[2]
+    return kind and end_alike(one, other)
 
 
 def _take(value: ir.Value, given: FloatTensor, turned: bool, found: Taken) -> None:

@@ -15,8 +15,8 @@ _BAR = 30
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def render(comparison: Comparison, console: Console) -> None:
-    """Print the whole comparison; a terminal gets the worst sites, a pipe all of them."""
+def render(comparison: Comparison, console: Console, *, every: bool = False) -> None:
+    """Print the whole comparison: of many sites the worst, or with `every` all of them."""
     print_line(console, f"{comparison.reference} ‖ {comparison.candidate}", style="bold")
     print_line(console, _measured_on(comparison))
     print_line(console, "")
@@ -25,7 +25,7 @@ def render(comparison: Comparison, console: Console) -> None:
     else:
         _outputs(comparison, console)
     if comparison.sites:
-        _sites(comparison, console)
+        _sites(comparison, console, every)
     for note in comparison.notes:
         print_line(console, f"note: {note}")
 
@@ -91,9 +91,9 @@ def _outputs(comparison: Comparison, console: Console) -> None:
     print_table(console, header, rows, "lrrr")
 
 
-def _sites(comparison: Comparison, console: Console) -> None:
+def _sites(comparison: Comparison, console: Console, every: bool) -> None:
     drawn = console.is_terminal
-    shown = comparison.sites[:_SHOWN] if drawn else comparison.sites
+    shown = comparison.sites if every else comparison.sites[:_SHOWN]
     largest = max((r.error for r in comparison.sites if not math.isnan(r.error)), default=0.0)
     tokens = f", {comparison.site_tokens:,} tokens" if comparison.site_tokens else ""
     print_line(console, "")
@@ -126,4 +126,4 @@ def _sites(comparison: Comparison, console: Console) -> None:
     print_table(console, ["site", "format", "error", *own, ""], rows, f"llr{'r' * len(own)}l")
     if len(shown) < len(comparison.sites):
         more = len(comparison.sites) - len(shown)
-        print_line(console, f"… and {more} more (--format json has them all)")
+        print_line(console, f"… and {more} more (--all shows them, as does --format json)")

@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from qgraph.capabilities import Capabilities
 from qgraph.errors import InputError
-from qgraph.explanation import Explanation, LevelProof, ProfileRow, SiteRow
+from qgraph.explanation import Explanation, SiteRow
 from qgraph.formats.base import parse
+from qgraph.formats.pairs import fit_16_bits
+from qgraph.fused_ops import from_metadata
 from qgraph.graph import Graph
 from qgraph.kernel_choice import (
     PORTABLE,
+    PORTABLE_COST,
+    SATURATES,
     format_of,
     kernel_of,
     own_query,
@@ -33,7 +36,7 @@ from qgraph.scopes import nodes
 from qgraph.sites import Site
 
 if TYPE_CHECKING:
-    from qgraph.runtimes.base import Runtime
+    pass
 
 
 def describe(graph: Graph, capabilities: Capabilities, metadata: Mapping[str, Any]) -> Explanation:
@@ -59,12 +62,13 @@ def describe(graph: Graph, capabilities: Capabilities, metadata: Mapping[str, An
         if id(node) not in mine
     )
     return Explanation(
-        model=graph.source.name if graph.source is not None else graph.model.graph.name or "graph",
+        model=graph.title,
         source="file",
         target=capabilities.target,
         runtime=capabilities.runtime,
         sites=tuple(rows),
         others=dict(others),
+        fusions=from_metadata(metadata),
         notes=tuple(graph.notes),
     )
 
@@ -116,13 +120,14 @@ def _row(
             reason=row.reason or reason,
             detail=row.detail or detail,
         )
+    at_load = site.state == "dequantize" and decision.quantized  # not the kernel of the plan
     return dataclasses.replace(
         row,
         format=row.format or decision.format,
         kernel=row.kernel or decision.kernel,
         packed_bytes=0 if site.dequantizer is None else _stored_bytes(site.dequantizer),
-        reason=row.reason or decision.reason,
-        detail=row.detail or decision.detail,
+        reason=row.reason or (None if at_load else decision.reason),
+        detail=row.detail or ("" if at_load else decision.detail),
     )
 
 
@@ -152,6 +157,8 @@ def _fused(row: SiteRow, site: Site, capabilities: Capabilities) -> SiteRow:
     group = parse(row.format).group if row.format else query.block
     rule = answer.rule
     remark, note = answer.reason, answer.detail
+    if remark == SATURATES and _fits_16_bits(site):
+        remark, note = None, ""
     if _has_float_zeros(site):
         remark, note = "FLOAT_ZERO_POINT_IS_SLOW", "its zero points are floats"
     return dataclasses.replace(
@@ -171,13 +178,28 @@ def _fused(row: SiteRow, site: Site, capabilities: Capabilities) -> SiteRow:
     )
 
 
+def _fits_16_bits(site: Site) -> bool:
+    """Whether products with the codes of the site's weight never leave 16 bits."""
+    source = packed_source(site, site.k)
+    if source is None:
+        return False
+    return source.format.fits_16_bits or all(
+        fit_16_bits(source.block(start, stop).codes) for start, stop in source.blocks()
+    )
+
+
 def _with_many(row: SiteRow, site: Site) -> SiteRow:
     """`row` with the second weight that the site has for many rows, where that is another."""
     if site.many is None or kernel_of(site.many) == row.kernel:
         return row
-    words = spell_many(site.from_rows, kernel_of(site.many))
-    size = row.packed_bytes + _packed_bytes(site.many)
-    return dataclasses.replace(row, by_rows=words, packed_bytes=size)
+    kernel = kernel_of(site.many)
+    return dataclasses.replace(
+        row,
+        by_rows=spell_many(site.from_rows, kernel),
+        many_kernel=kernel,
+        from_rows=site.from_rows,
+        packed_bytes=row.packed_bytes + _packed_bytes(site.many),
+    )
 
 
 def _portable(row: SiteRow, site: Site, decision: Decision, capabilities: Capabilities) -> SiteRow:
@@ -192,7 +214,12 @@ def _portable(row: SiteRow, site: Site, decision: Decision, capabilities: Capabi
     query = own_query(site, source.format) if source is not None and asks else None
     answer = capabilities.ask(query) if query is not None else None
     if query is None or answer is None or answer.rule is None:
-        return dataclasses.replace(row, kernel=PORTABLE, reason=row.reason or "NO_FUSED_KERNEL")
+        return dataclasses.replace(
+            row,
+            kernel=PORTABLE,
+            reason=row.reason or "NO_FUSED_KERNEL",
+            detail=row.detail or PORTABLE_COST,
+        )
     rule, noted = answer.rule, row.reason != "NO_FUSED_KERNEL"  # that was said of another target
     return dataclasses.replace(
         row,
@@ -206,7 +233,8 @@ def _portable(row: SiteRow, site: Site, decision: Decision, capabilities: Capabi
 
 
 def _has_float_zeros(site: Site) -> bool:
-    zeros = site.node.inputs[3] if len(site.node.inputs) > 3 else None
+    reads_zeros = site.op == "MatMulNBits" and len(site.node.inputs) > 3
+    zeros = site.node.inputs[3] if reads_zeros else None
     return zeros is not None and zeros.dtype is not None and zeros.dtype.is_floating_point()
 
 
@@ -230,29 +258,3 @@ def _stored_bytes(node: ir.Node) -> int:
 
 
 _MOVES = ("Reshape", "Slice", "Gather", "Transpose")
-
-
-def measured(explanation: Explanation, runtime: Runtime, model: Path | ir.Model) -> Explanation:
-    """`explanation` with the profile of a real run, and the proof that int8 compute was used."""
-    feeds = runtime.synthesize(model)
-    ran = runtime.profile(model, feeds)
-    rows = tuple(
-        ProfileRow(
-            item.node,
-            f"{item.domain}::{item.op}" if item.domain else item.op,
-            item.provider,
-            item.microseconds,
-            item.calls,
-        )
-        for item in ran
-    )
-    kernels = Counter(
-        (row.bits, row.block)
-        for row in explanation.sites
-        if row.level == 4 and row.bits is not None and row.block is not None
-    )
-    proofs = [
-        LevelProof(bits, block, runtime.level_difference(bits, block), count)
-        for (bits, block), count in sorted(kernels.items())
-    ]
-    return dataclasses.replace(explanation, source="run", profile=rows, proofs=tuple(proofs))

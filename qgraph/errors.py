@@ -34,7 +34,7 @@ class MissingExtra(InputError):
         hint = f" {way_out}" if way_out else ""
         super().__init__(
             f"{purpose} needs the package {package}, which is not installed: "
-            f"pip install 'qgraph[{extra}]'.{hint}"
+            f"pip install {package}, or '.[{extra}]' in the folder of qgraph.{hint}"
         )
 
 

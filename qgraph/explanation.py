@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qgraph.capabilities import Origin
 from qgraph.coverage import LINEAR_ROLES, Coverage
+from qgraph.fused_ops import FusionRow
 from qgraph.report import REASONS, Step
+from qgraph.run_profile import Profile
 from qgraph.selectors import Selector, check, layer_count
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class SiteRow:
     group: weights per scale along K, 0 for the whole row; block: the kernel's own.
     kernel: spelled with its parameters; provider: the execution provider that takes it.
     by_rows: which code of that kernel runs at which number of rows M of the activation.
+    many_kernel: of a second weight, for `from_rows` rows and more.
     error: relative weight error ‖W − Ŵ‖/‖W‖ (Frobenius). bytes: as floats, and as stored.
     """
 
@@ -65,6 +68,8 @@ class SiteRow:
     steps: tuple[Step, ...] = ()
     module: str = ""
     by_rows: str = ""
+    many_kernel: str | None = None
+    from_rows: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -75,17 +80,6 @@ class SiteRow:
     def quantized(self) -> bool:
         """Whether the weight is (or is planned to be) stored in a quantized format."""
         return self.format is not None
-
-
-@dataclasses.dataclass(frozen=True)
-class ProfileRow:
-    """One node as a runtime ran it: microseconds of one run, all calls of that run together."""
-
-    node: str
-    op: str
-    provider: str
-    microseconds: float
-    calls: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +102,10 @@ class LevelProof:
 
 @dataclasses.dataclass(frozen=True)
 class KernelRow:
-    """Sites that one kernel takes; microseconds where a profile is known."""
+    """Sites that one kernel takes; microseconds where a profile is known.
+
+    against_us: what the same sites take in the model that was run beside.
+    """
 
     kernel: str
     provider: str
@@ -116,6 +113,7 @@ class KernelRow:
     sites: int
     microseconds: float | None = None
     by_rows: str = ""
+    against_us: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +140,10 @@ class Explanation:
     runtime: str
     sites: tuple[SiteRow, ...]
     others: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    profile: tuple[ProfileRow, ...] = ()
+    profile: Profile = dataclasses.field(default_factory=Profile)
     proofs: tuple[LevelProof, ...] = ()
     notes: tuple[str, ...] = ()
+    fusions: tuple[FusionRow, ...] = ()
 
     def select(self, selector: str) -> tuple[SiteRow, ...]:
         """The sites that a selector names, see `qgraph.selectors`.
@@ -155,19 +154,6 @@ class Explanation:
         check([selector], self.sites)
         layers = layer_count(self.sites)
         return tuple(row for row in self.sites if Selector(selector).matches(row, layers))
-
-    @functools.cached_property
-    def times(self) -> dict[str, float]:
-        """Microseconds of each node of the profile."""
-        found: defaultdict[str, float] = defaultdict(float)
-        for row in self.profile:
-            found[row.node] += row.microseconds
-        return dict(found)
-
-    @functools.cached_property
-    def total_time(self) -> float:
-        """Microseconds of all nodes of the profile."""
-        return sum(row.microseconds for row in self.profile)
 
     @functools.cached_property
     def coverage(self) -> Coverage:
@@ -184,14 +170,19 @@ class Explanation:
 
     @property
     def kernels(self) -> tuple[KernelRow, ...]:
-        """The kernels in use, the most frequent first."""
-        times, ran = self.times, {row.node: row.provider for row in self.profile}
+        """The kernels in use, the most frequent first; of two for a site, the one that ran."""
+        profile, beside = self.profile, self.profile.against_times
         found: dict[tuple[str, str, str, str], list[str]] = {}
         for row in self.sites:
             if row.kernel:
-                provider = ran.get(row.name, row.provider or "")
-                origin = "ran" if row.name in ran else str(row.origin)
-                key = (row.kernel, provider, origin, row.by_rows)
+                kernel, by_rows = row.many_kernel or row.kernel, row.by_rows
+                if row.name not in profile.ran_many:
+                    kernel = row.kernel
+                else:
+                    by_rows = f"the second weight ran, for {row.from_rows} rows and more"
+                provider = profile.providers.get(row.name, row.provider or "")
+                origin = "ran" if row.name in profile.times else str(row.origin)
+                key = (kernel, provider, origin, by_rows)
                 found.setdefault(key, []).append(row.name)
         rows = [
             KernelRow(
@@ -199,8 +190,9 @@ class Explanation:
                 provider,
                 origin,
                 len(names),
-                _sum(times, names) if self.profile else None,
+                _sum(profile.times, names) if profile else None,
                 by_rows,
+                _sum(beside, names) if all(name in beside for name in names) else None,
             )
             for (kernel, provider, origin, by_rows), names in found.items()
         ]
@@ -212,10 +204,9 @@ class Explanation:
         if not self.profile:
             rows = [OtherRow(op, "", count) for op, count in self.others.items()]
             return tuple(sorted(rows, key=lambda row: (-row.count, row.op)))
-        sites = {row.name for row in self.sites}
         found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         for row in self.profile:
-            if row.node not in sites:
+            if not row.sites:
                 found[row.op, row.provider].append(row.microseconds)
         rows = [OtherRow(*key, len(times), sum(times)) for key, times in found.items()]
         return tuple(sorted(rows, key=lambda row: (-(row.microseconds or 0.0), row.op)))
@@ -232,9 +223,9 @@ class Explanation:
 
     @staticmethod
     def _taken(row: SiteRow) -> bool:
-        dequantized = ("qdq", "dequantize", "planned")
-        known = row.state == "portable" and row.kernel != row.state  # as a whole, by its runtime
-        return row.state == "fused" or known or (row.quantized and row.state in dequantized)
+        if row.state == "portable" or row.state == "planned":
+            return row.quantized and row.kernel != "portable"  # else as a whole, by its runtime
+        return row.state == "fused" or (row.quantized and row.state in ("qdq", "dequantize"))
 
     @staticmethod
     def _by_reason(rows: Iterable[SiteRow]) -> dict[str, list[SiteRow]]:
@@ -258,7 +249,8 @@ class Explanation:
             "runtime": self.runtime,
             "summary": self.summary,
             "totals": self.totals,
-            "total_us": self.total_time if self.profile else None,
+            "total_us": self.profile.total if self.profile else None,
+            "run": dataclasses.asdict(self.profile.run) if self.profile.run is not None else None,
             "sites": [self._site_json(row) for row in self.sites],
             "kernels": [dataclasses.asdict(row) for row in self.kernels],
             "other_ops": [dataclasses.asdict(row) for row in self.other_ops],
@@ -266,26 +258,33 @@ class Explanation:
                 {**dataclasses.asdict(row), "int8_compute": row.int8_compute} for row in self.proofs
             ],
             "notes": list(self.notes),
+            "fusions": [dataclasses.asdict(row) for row in self.fusions],
         }
 
     def _site_json(self, row: SiteRow) -> dict[str, Any]:
-        reason = REASONS.get(row.reason or "")
-        time = self.times.get(row.name)
+        reason, profile = REASONS.get(row.reason or ""), self.profile
         return {
             **dataclasses.asdict(row),
             "meaning": reason.meaning if reason else None,
             "hint": reason.hint if reason else None,
-            "ran": time is not None,
-            "time_us": time,
-            "share": time / self.total_time if time is not None and self.total_time else None,
+            "ran": row.name in profile.times,
+            "ran_many": row.name in profile.ran_many,
+            "parts": [dataclasses.asdict(part) for part in profile.parts(row.name)],
+            "time_us": profile.times.get(row.name),
+            "share": profile.share(row.name),
+            "against_us": profile.against_times.get(row.name),
         }
 
-    def render(self, console: Console, node: str | None = None) -> None:
-        """Print it as tables; with `node`, the sites that match and all that is known of them."""
-        from qgraph.explanation_view import render, render_sites
+    def render(self, console: Console, node: str | None = None, every: bool = False) -> None:
+        """Print it as tables; with `node`, the sites that match and all that is known of them.
+
+        every: of many sites all, not the slowest or those with a reason.
+        """
+        from qgraph.explanation_sites import render_sites
+        from qgraph.explanation_view import render
 
         if node is None:
-            render(self, console)
+            render(self, console, every=every)
         else:
             render_sites(self, self.select(node), console)
 

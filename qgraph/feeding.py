@@ -54,6 +54,8 @@ class Feeder:
             given = self._given_as(sample, name)
             if given is not None:
                 found[name] = _fitted(sample[given], spec)
+            if IDS in (name, given):
+                _check_ids(name, found[name])
         missing = [name for name in self._inputs if name not in found]
         if missing:
             made = self._synthesized(sample)
@@ -226,7 +228,24 @@ def _fitted(array: NDArray[Any], spec: ValueSpec) -> NDArray[Any]:
         if least < bounds.min or largest > bounds.max:
             worst = largest if largest > bounds.max else least
             raise InputError(f"input {spec.name} holds {worst}, which {dtype} cannot hold")
-    return array.astype(dtype, copy=False)
+    with np.errstate(over="ignore"):
+        found = array.astype(dtype, copy=False)
+    if found.dtype != array.dtype and _kind(dtype) == "float":
+        lost = np.isinf(found) & np.isfinite(array)
+        if lost.any():
+            raise InputError(
+                f"input {spec.name} holds {array[lost][0]:g}, which {dtype} cannot hold"
+            )
+    return found
+
+
+def _check_ids(name: str, ids: NDArray[Any]) -> None:
+    """Refuse negative token ids, which models would count from the end of the vocabulary."""
+    if ids.size and ids.dtype.kind == "i" and ids.min() < 0:
+        raise InputError(
+            f"input {name}: token {int(ids.min())} is outside every vocabulary: ids are 0 and "
+            f"above; padding has any of them, and a 0 in {MASK}"
+        )
 
 
 def _kind(dtype: np.dtype[Any]) -> str:

@@ -41,6 +41,11 @@ class Graph:
         sources = [] if self.source is None else [Path(self.source)]
         return sorted({*sources, *self.inputs, *map(Path, found)})
 
+    @property
+    def title(self) -> str:
+        """What it is called: the name of its file, else its own."""
+        return self.source.name if self.source is not None else self.model.graph.name or "graph"
+
     def sites(self) -> list[Site]:
         """Every place where a weight is used, in graph order."""
         return find_sites(self.model)

@@ -122,7 +122,7 @@ def table_rows(model: ir.Model, tokens: str) -> int | None:
     found = [
         site.n
         for site in find_sites(model)
-        if site.role == "embedding" and _origin(site.activation).name == tokens
+        if site.role == "embedding" and site.n and _origin(site.activation).name == tokens
     ]
     return min(found, default=None)
 

@@ -18,9 +18,20 @@ from qgraph.capabilities import Capabilities, Query
 from qgraph.capturing import METADATA_KEY, Source, capture
 from qgraph.checkpoint_source import CheckpointSource
 from qgraph.errors import CoverageError, InputError, MissingExtra, NumericError
+from qgraph.fused_ops import PASS as FUSING
+from qgraph.fused_ops import fusion_rows, summary, to_metadata
 from qgraph.graph import Graph
 from qgraph.kernel_choice import query_of
-from qgraph.outcomes import Result, as_solved, metadata, with_errors
+from qgraph.outcomes import (
+    INPUTS_SCALED,
+    ROWS_ORDERED,
+    ROWS_SCALED,
+    Result,
+    as_solved,
+    merged_sites,
+    metadata,
+    with_errors,
+)
 from qgraph.passes.base import Context, Findings, Pass
 from qgraph.plan import UNSOLVED, Decision, QuantPlan
 from qgraph.planning import make_plan, require_known_options
@@ -31,9 +42,9 @@ from qgraph.row_branches import MANY
 from qgraph.run_notes import (
     check_paths,
     elsewhere,
+    lacking,
     peak_rss,
     plan_notes,
-    require_data,
     stored_bytes,
     write_report,
 )
@@ -43,7 +54,7 @@ if TYPE_CHECKING:
     from qgraph.budgeting import Judge
     from qgraph.check import SiteCheck
     from qgraph.prediction import Prediction
-    from qgraph.runtimes.base import Runtime
+    from qgraph.runtimes.base import Arrays, Feeds, Runtime
     from qgraph.sites import Site
     from qgraph.writer import DataFile, Save
 
@@ -53,6 +64,8 @@ _FUSED = (
     "lower_gather_block_quantized", "lower_qdq",
 )  # fmt: skip
 """The lowerings of all other targets: torch reads the ops of ONNX Runtime."""
+_FUSES_OPS = ("ort-cpu", "ort-cuda")
+"""The targets whose runtime has fused ops for norms, activations and attention."""
 
 
 class Run:
@@ -92,6 +105,7 @@ class Run:
         self.origin: dict[str, Any] = {}
         self.findings = Findings(imported=imported or {})
         self.work: WorkFolder | None = None
+        self.lacks = ""
         self.prediction: Prediction | None = None
         self.judge: Judge | None = None
         self._stage = ("", time.perf_counter())
@@ -132,8 +146,9 @@ class Run:
         self.report.notes.extend(plan_notes(plan))
         self.report.notes.extend(elsewhere(graph, sites))
         self._gate(plan, report)
-        if self.data is None and not self.dry_run:
-            require_data(plan)
+        self.lacks = lacking(plan) if self.data is None else ""
+        if self.lacks and not self.dry_run:
+            raise InputError(self.lacks)
         if self.recipe.judged:
             if not resume:  # what is in the way is told before the long work
                 self._open_work(output, plan, capabilities.target, resume, force)
@@ -228,7 +243,7 @@ class Run:
             return plan
         self._start("bit budget", total=1000)
         plan = self.judge.choose(sites, capabilities, self.progress.advance)
-        self.progress.finish(self.judge.line)
+        self.progress.finish(self.judge.chosen)
         self._gate(plan, report)
         return plan
 
@@ -238,7 +253,7 @@ class Run:
             return None
         self._start("compare")
         again = self.judge.verdict(plan, candidate, nbytes)
-        self.progress.finish(self.judge.line)
+        self.progress.finish(self.judge.found)
         if again is not None:
             self.findings = Findings(imported=self.findings.imported)
             self.forced = {}
@@ -252,6 +267,16 @@ class Run:
             self.report.notes.append(
                 f"{capabilities.provider} is not installed here: its kernels are predicted"
             )
+        if self.recipe.add_cache and self.target not in _FUSES_OPS:
+            raise InputError(
+                f"--add-cache is for the targets {', '.join(_FUSES_OPS)}, whose attention has a "
+                f"cache; the target is {self.target}"
+            )
+        if self.recipe.fuse and self.target in _FUSES_OPS and not self.runtime.available():
+            self.report.notes.append(
+                f"norms, activations and attention stay as they are: {capabilities.provider} is "
+                "not here to prove fused ops"
+            )
         if output is not None and self.check and not self.runtime.installed():
             raise MissingExtra(
                 "onnxruntime", "cpu", "checking the result", "Or skip the check with --no-check."
@@ -262,7 +287,8 @@ class Run:
         """Refuse too little; the plan, with the reason of every site, goes to `report`."""
         coverage = plan.coverage
         nothing = not coverage.linears_quantized and not coverage.embeddings_quantized
-        if not nothing and coverage.share >= self.min_coverage:
+        vain = self._asked_in_vain(plan)
+        if not nothing and not vain and coverage.share >= self.min_coverage:
             return
         where = "add --report plan.json, and `qgraph explain plan.json` says why, site by site"
         if report is not None:
@@ -271,7 +297,21 @@ class Run:
         line = coverage.line("would quantize")
         if nothing:
             raise CoverageError(f"nothing was quantized: {line}; {where}")
+        if vain:
+            raise CoverageError(f"{vain}; {where}")
         raise CoverageError(f"{line}: below --min-coverage {self.min_coverage:.0%}; {where}")
+
+    def _asked_in_vain(self, plan: QuantPlan) -> str:
+        """What is said of a format that was asked for and that no linear can have."""
+        wanted = [i for i in plan.decisions if i.role == "linear" and i.reason != "EXCLUDED"]
+        lost = [item for item in wanted if not item.quantized and item.reason == "NO_FUSED_KERNEL"]
+        if self.recipe.format == "auto" or not lost or any(item.quantized for item in wanted):
+            return ""
+        return (
+            f"no linear can be held in {self.recipe.format} for {self.target}: {lost[0].detail} "
+            f"({len(lost)} × NO_FUSED_KERNEL); choose another --format or --target, or "
+            "--unfused portable"
+        )
 
     def _lower(
         self, graph: Graph, plan: QuantPlan, capabilities: Capabilities
@@ -285,6 +325,9 @@ class Run:
         while True:
             names = ["adopt_qdq", "import_weights", "solve", "quantize_rtn", "lower_by_rows"]
             names += [*lowerings, "cleanup"]
+            if self.target in _FUSES_OPS and not self.dry_run:
+                names += [FUSING, "cleanup"]
+                names += ["add_cache", "cleanup"] if self.recipe.add_cache else []
             self.report.steps[:] = self.changed
             lowered = graph.clone()
             context = Context(
@@ -295,6 +338,7 @@ class Run:
                 calibration=self.calibration,
                 findings=self.findings,
                 work=self.work,
+                evaluate=self._evaluate if self.runtime.available() else None,
             )
             lowered.verify()
             for name in names:
@@ -303,7 +347,7 @@ class Run:
                 if steps or name == "cleanup":  # no step, no change
                     lowered.verify()
             # A later pass may have taken what an earlier one refused.
-            last = {step.site: step for step in self.report.steps}
+            last = {step.site: step for step in self.report.steps if step.pass_name != FUSING}
             refused = {
                 site: (step.reason or "NO_FUSED_KERNEL", self._why(step))
                 for site, step in last.items()
@@ -324,6 +368,11 @@ class Run:
             if step.outcome == "changed"
         }
         return lowered, plan.running(lowered.sites(), failed)
+
+    def _evaluate(self, model: bytes, feeds: Sequence[Feeds]) -> list[Arrays]:
+        """Run a small model as it is written: what proves a fusion."""
+        session = self.runtime.open(model, reference=True, threads=1)
+        return [session.run(each) for each in feeds]
 
     def _why(self, step: Step) -> str:
         """Why a site is refused; after a check that failed, what that check found."""
@@ -393,7 +442,10 @@ class Run:
         lost = [item for item in checks if item.lost]
         if lost and self.strict:
             raise NumericError(f"{lost[0].site}: {lost[0].lost}; nothing was written")
-        self.forced.update({item.site: ("WEIGHT_LOST", item.lost) for item in lost})
+        merged = self.findings.merged
+        for item in lost:
+            reason = ("WEIGHT_LOST", item.lost)
+            self.forced.update(dict.fromkeys(merged.get(item.site, (item.site,)), reason))
         if not wrong:
             return bool(lost)
         first = wrong[0]
@@ -405,6 +457,9 @@ class Run:
         for item in wrong:
             site = sites[item.site]
             query = query_of(site) if site.state == "fused" else None
+            if item.site in self.findings.merged:  # each on its own has its own kernel again
+                self.findings.apart.update(self.findings.merged[item.site])
+                continue
             second = item.site.endswith(MANY)  # a site does without rather than with a slower one
             if query is None or query in before or second:  # there is no next kernel
                 self.forced[item.site] = (str(item.code), item.detail)
@@ -438,7 +493,18 @@ class Run:
         self, model: ir.Model, plan: QuantPlan, errors: Mapping[str, float | None]
     ) -> None:
         """Write the decisions into the model's metadata."""
-        content = metadata(plan, self.recipe, errors, self.findings.permuted) | self.origin
+        found = self.findings
+        marks = {
+            ROWS_ORDERED: found.permuted,
+            ROWS_SCALED: found.rows_scaled,
+            INPUTS_SCALED: found.inputs_scaled,
+        }
+        merged = self.findings.merged
+        errors = {**errors, **{each: errors.get(name) for name in merged for each in merged[name]}}
+        content = metadata(plan, self.recipe, errors, marks) | self.origin
+        content["sites"] |= merged_sites(plan, errors, merged)
+        if fusions := fusion_rows(self.report.steps):
+            content["fusions"] = to_metadata(fusions)
         if self.calibration is not None:
             content["calibration"] = list(self.calibration.sources)
         model.metadata_props[METADATA_KEY] = json.dumps(content, separators=(",", ":"))
@@ -459,6 +525,9 @@ class Run:
             "kernels": Counter(item.kernel for item in plan.decisions if item.kernel is not None),
             "files": [{"path": str(path), "bytes": path.stat().st_size} for path in files],
         }
+        fusions = fusion_rows(self.report.steps)
+        self.report.totals["fusions"] = to_metadata(fusions)
+        self.report.notes.extend(filter(None, [summary(fusions)]))
         if self.calibration is not None:
             seen, notes = self.calibration.seen(self.findings.statistics)
             self.report.totals["calibration"] = seen
@@ -473,7 +542,7 @@ class Run:
             write_report(report, content if self.dry_run else self.report.to_json(), files)
         verb = "quantized" if files else "would quantize"
         line = coverage.line(verb, (before, after))
-        return Result(lowered, plan, self.report, files, line, self.prediction)
+        return Result(lowered, plan, self.report, files, line, self.prediction, self.lacks)
 
     def _start(self, name: str, total: int = 0) -> None:
         before, since = self._stage

@@ -15,6 +15,13 @@ from qgraph.recipe import Recipe
 from qgraph.report import SCHEMA, Report, Step
 from qgraph.run_notes import entry
 
+ROWS_ORDERED = "rows_ordered_for"
+"""What the metadata of a site names where its rows lie in the order of that other site."""
+ROWS_SCALED = "rows_scaled_for"
+"""What it names where its rows are divided by the factors of that other site's inputs."""
+INPUTS_SCALED = "inputs_scaled"
+"""Where its inputs are divided by such factors: by a `norm`, a `linear` or a `mul`."""
+
 
 @dataclasses.dataclass
 class Result:
@@ -23,6 +30,7 @@ class Result:
     graph: the rewritten graph; its packed weights are computed when they are read.
     summary: the coverage line. files: what was written, the .onnx first.
     prediction: of time and memory; None where no solver is calibrated.
+    lacks: why a plan cannot be carried out with what was given; the run itself would refuse.
     """
 
     graph: Graph
@@ -31,6 +39,7 @@ class Result:
     files: list[Path]
     summary: str
     prediction: Prediction | None = None
+    lacks: str = ""
 
 
 class Solved(Protocol):
@@ -76,15 +85,17 @@ def metadata(
     plan: QuantPlan,
     recipe: Recipe,
     errors: Mapping[str, float | None],
-    permuted: Mapping[str, str],
+    marks: Mapping[str, Mapping[str, str]],
 ) -> dict[str, Any]:
     """The decisions as the model carries them: deterministic, no times, no paths.
 
-    recipe: what was asked. permuted: site → the reader for whose order its rows were permuted.
+    recipe: what was asked. marks: what else is said of some sites: key → site → text, such as
+    ROWS_ORDERED → site → the reader for whose order its rows were permuted.
     """
     sites = {item.site: entry(item, errors.get(item.site)) for item in plan.decisions}
-    for name, reader in permuted.items():
-        sites[name]["rows_ordered_for"] = reader
+    for key, found in marks.items():
+        for name, text in found.items():
+            sites[name][key] = text
     return {
         "schema": SCHEMA,
         "version": __version__,
@@ -92,3 +103,23 @@ def metadata(
         "recipe": recipe.to_json(),
         "sites": sites,
     }
+
+
+def merged_sites(
+    plan: QuantPlan, errors: Mapping[str, float | None], merged: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, Any]]:
+    """What the metadata says of sites that hold the rows of others, one behind the other.
+
+    merged: such a site → those, in place of which it stands.
+    """
+    found = {}
+    for name, held in merged.items():
+        items = [item for site in held if (item := plan.of(site)) is not None]
+        one = dataclasses.replace(
+            items[0],
+            n=sum(item.n for item in items),
+            weight=" + ".join(item.weight for item in items),
+            module=" + ".join(item.module for item in items if item.module),
+        )
+        found[name] = {**entry(one, errors.get(name)), "holds": list(held)}
+    return found

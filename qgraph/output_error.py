@@ -78,6 +78,47 @@ class OutputError:
         return self._cosines / self._vectors if self._vectors else math.nan
 
 
+class ChannelError:
+    """The least ‖y_c · g − y_r‖/‖y_r‖ of any factors g, one to a channel of the last axis.
+
+    For outputs whose channels were scaled by factors that nobody knows any more. What a channel is
+    off as a whole is not seen: that is one number among as many as there are tokens.
+    """
+
+    def __init__(self) -> None:
+        self._sums: NDArray[np.float64] | None = None
+
+    def add(
+        self,
+        reference: NDArray[Any],
+        candidate: NDArray[Any],
+        mask: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """See `OutputError.add`."""
+        if reference.shape != candidate.shape:
+            raise InputError(f"shapes {reference.shape} and {candidate.shape} differ")
+        first, second = (_vectors(array, mask) for array in (reference, candidate))
+        step = max(1, _SLICE // max(1, first.shape[1]))
+        for start in range(0, len(first), step):
+            r, c = (np.asarray(x[start : start + step], np.float64) for x in (first, second))
+            with np.errstate(all="ignore"):
+                sums = np.stack([np.einsum("ij,ij->j", *pair) for pair in ((r, r), (c, c), (r, c))])
+                self._sums = sums if self._sums is None else self._sums + sums
+
+    @property
+    def error(self) -> float:
+        """Of a channel Σr² − (Σrc)²/Σc²; NaN where nothing was added."""
+        if self._sums is None:
+            return math.nan
+        r, c, rc = self._sums
+        norm = float(r.sum())
+        with np.errstate(all="ignore"):
+            left = float(np.maximum(r - np.where(c > 0, rc * rc / c, 0.0), 0.0).sum())
+        if norm == 0:
+            return math.inf if c.sum() else 0.0
+        return math.sqrt(left / norm)
+
+
 def _vectors(array: NDArray[Any], mask: NDArray[np.bool_] | None) -> NDArray[Any]:
     """`array` as `[vectors, length]`, padding left out where there is one vector a token."""
     if array.ndim < 2:

@@ -68,6 +68,8 @@ def optimize(
     purpose: str | None = None,
     tune: bool = False,
     dequantize_at_load: bool | None = None,
+    fuse: bool | None = None,
+    add_cache: bool | None = None,
     target_bits: float | None = None,
     max_size: int | str | None = None,
     mixed: bool | None = None,
@@ -103,6 +105,8 @@ def optimize(
             "90MB". Budgets, and `max_kl`, take samples of `calibrate`, and hold some of them out.
         target: what will run the model: `ort-cpu`, `ort-cuda`, `qdq`, `torch`, `torch-cpu` or
             `torch-cuda`.
+        fuse: whether norms, activations and attention become fused ops of ONNX Runtime.
+        add_cache: give a decoder that was exported without a cache past_key_values and present.
         check: run each kernel in use on the written bytes before the model is called good.
         purpose: what the model is to be fast at: "decode" (few rows), "prefill" (many) or "both";
             formats are chosen by the times that were measured on this machine, else by rule.
@@ -135,6 +139,8 @@ def optimize(
         "prefer": prefer,
         "purpose": purpose,
         "dequantize_at_load": dequantize_at_load,
+        "fuse": fuse,
+        "add_cache": add_cache,
         "target_bits": target_bits,
         "max_size": parse_size(max_size) if isinstance(max_size, str) else max_size,
         "mixed": mixed,
@@ -198,6 +204,8 @@ def explain(
     *,
     target: str | None = None,
     profile: bool = False,
+    rows: int | None = None,
+    against: Source | None = None,
     progress: Progress | None = None,
 ) -> Explanation:
     """What became of every site of a model, and which kernel runs it.
@@ -206,11 +214,19 @@ def explain(
         model: a path or a graph: as exported, or as `optimize` wrote it.
         target: None for the one that the model was made for, else `ort-cpu`.
         profile: run the model on inputs of its own making, and report what really ran.
+        rows: of those inputs: tokens of one prompt, or samples of a batch (default 16, or 1).
+        against: with `profile`, the float model, or any other with the same inputs and names of
+            sites; it is run too, and its time stands beside.
 
     Raises:
         InputError: no readable model, or the runtime refuses it.
     """
-    from qgraph.describe import describe, measured
+    if not profile and (rows is not None or against is not None):
+        raise InputError("rows, and a model beside, are of a run: add profile=True (--profile)")
+    if rows is not None and rows < 1:
+        raise InputError(f"rows {rows}: wanted 1 or more")
+    from qgraph.describe import describe
+    from qgraph.profiling import measured
 
     steps = progress or Silent()
     steps.stage("reading the model")
@@ -222,8 +238,8 @@ def explain(
     explanation = describe(graph, runtime.capabilities(), metadata)
     if profile:
         steps.stage("running the model")
-        source = graph.source if graph.source is not None else graph.model
-        explanation = measured(explanation, runtime, source)
+        beside = None if against is None else capture(against)
+        explanation = measured(explanation, graph, runtime, rows, beside)
     steps.finish()
     return explanation
 

@@ -14,6 +14,7 @@ from qgraph.formats.base import Format, Layout, named, parse
 from qgraph.kernel_choice import (
     FOLDING_ENTRY,
     PORTABLE,
+    PORTABLE_COST,
     best_kernel,
     dividing_group,
     format_of,
@@ -42,6 +43,8 @@ DEFAULT_GROUP = 64
 """Measured on SmolLM2-135M with its channels off the Q4_1 grid: see tests/benchmarks/results."""
 BEST_EMBEDDING = "int8"
 _QUANTIZED = ("qdq", "dequantize")
+_LARGER = "LARGER_THAN_FORMAT"
+"""What a weight carries that is held as the larger integers that a fast kernel reads."""
 
 
 def make_plan(
@@ -122,7 +125,7 @@ def _with_costs(
 def wanted_format(recipe: Recipe, target: str) -> Format:
     """The recipe's format with its group; `auto` is the best 4-bit format of the target.
 
-    With rounded activations it is `int8-row`, which is what integer kernels read, or FP8.
+    With rounded activations it is `int8-pairs`, which integer kernels read fastest, or FP8.
 
     Raises:
         InputError: another format or group was asked for beside rounded activations.
@@ -329,18 +332,24 @@ class _Planner:
         if rule is None:
             known = answer.reason == "NO_FUSED_KERNEL"
             detail = answer.detail if known else f"{answer.reason}: {answer.detail}"
-            detail += self._faster(site, fmt)
+            detail += f"; {PORTABLE_COST}{self._faster(site, fmt)}"
             return dataclasses.replace(
                 decision, kernel=PORTABLE, reason="NO_FUSED_KERNEL", detail=detail
             )
-        detail = self._at_load(site, query) or answer.detail or self._price(site, fmt, layout)
+        price = self._price(site, fmt, layout)
+        detail = self._at_load(site, query) or answer.detail or price
         return dataclasses.replace(
             decision,
             kernel=spell_kernel(query),
             origin=rule.origin,
-            reason=answer.reason,
+            reason=self._remark(activations) or answer.reason or (_LARGER if price else None),
             detail="; ".join(each for each in (FP8_WORDS.get(activations), detail) if each),
         )
+
+    def _remark(self, activations: str) -> str | None:
+        """What rounding activations costs where the target has no products of them."""
+        simulated = activations in FP8_ACTIVATIONS and self.capabilities.simulates_fp8
+        return "ACTIVATION_SIMULATED" if simulated else None
 
     def _faster(self, site: Site, fmt: Format) -> str:
         """Which larger form a kernel would read, where size was preferred."""

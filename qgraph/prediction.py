@@ -18,7 +18,7 @@ from qgraph.formats.base import Format, parse
 from qgraph.graph import Graph
 from qgraph.plan import UNSOLVED, Decision, QuantPlan
 from qgraph.sites import Site
-from qgraph.solver_names import needs_data, parts_of
+from qgraph.solver_names import needs_activations, needs_data, parts_of
 from qgraph.stages import Stage, cut, residual_of
 
 EFFICIENCY = 0.6
@@ -232,15 +232,17 @@ def _steps(spec: str) -> list[Any]:
 
 
 def _tried(spec: str, pairs: Sequence[tuple[Site, Decision]]) -> list[str]:
-    """The composed solvers that are tried on weights; those of ranges where there are any."""
+    """The composed solvers that are tried on weights: those with something to do there."""
     (first, *_) = _steps(spec)
     if first.role != "choice":
         return [spec]
     free = any(parse(decision.format or "").has_ranges for _, decision in pairs)
+    rounded = any(decision.activations for _, decision in pairs)
     return [
         each
         for each in first.candidates(True)
-        if free or all(solver.role != "ranges" for solver in _steps(each))
+        if (free or all(solver.role != "ranges" for solver in _steps(each)))
+        and (rounded or not needs_activations(each))
     ]
 
 

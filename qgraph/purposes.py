@@ -126,7 +126,18 @@ def plan_for(
         for item in plan.decisions
     ]
     plan = dataclasses.replace(plan, recipe=recipe, decisions=tuple(decisions))
-    return plan, _times(free, choices)
+    return plan, [*_unmeasured(choices, recipe.purpose, table), *_times(free, choices)]
+
+
+def _unmeasured(choices: Mapping[str, _Choice], purpose: str, table: Table) -> list[str]:
+    """A note on the linears that go by rule, where there are times for others."""
+    count = sum(choice.detail.startswith(_RULE) for choice in choices.values())
+    if not count or not table.seconds:
+        return []
+    return [
+        f"--for {purpose} goes by rule for {count} of {len(choices)} linears: what they could be "
+        "was not all measured here; --tune measures"
+    ]
 
 
 def _times(sites: Sequence[Site], choices: Mapping[str, _Choice]) -> list[str]:
@@ -221,7 +232,9 @@ class _Choose:
             ways.append(self.bytes_by_bytes)
         timed = _Timed(self.table, site)
         rows = ROWS[self.recipe.purpose]
-        if not timed.knows(asked, (rows[0], rows[-1])):
+        ends = (rows[0], rows[-1])
+        integer_too = timed.tried(self.bytes_by_bytes, ends) or self.bytes_by_bytes not in ways
+        if not timed.knows(asked, ends) or not integer_too:
             return self._by_rule(site, asked, ways)
         choose = {"decode": self._decode, "prefill": self._prefill, "both": self._both}
         return choose[self.recipe.purpose](site, asked, ways, timed)
@@ -325,6 +338,10 @@ class _Timed:
         found = self.table.seconds.get(Measured(*self.size, way.name, rows))
         return math.inf if found is None else found
 
+    def tried(self, way: Candidate, rows: Sequence[int]) -> bool:
+        """Whether it was to be measured at all these numbers of rows; it may not have run."""
+        return not self.table.missing(Measured(*self.size, way.name, each) for each in rows)
+
     def knows(self, way: Candidate, rows: Sequence[int]) -> bool:
         """Whether it was measured at all these numbers of rows."""
         return all(math.isfinite(self(way, each)) for each in rows)
@@ -335,11 +352,16 @@ class _Timed:
         return asked if self(asked, rows) <= TIE * self(fastest, rows) else fastest
 
     def words(self, ways: Sequence[Candidate], rows: int) -> str:
-        """`at 1 row uint4:group=64 0.061 ms, float 0.079`: the first one, then the others."""
+        """`at 1 row uint4:group=64 0.061 ms (taken), float 0.079 ms`: the fastest first.
+
+        The first of `ways` is the one that is taken.
+        """
         unit = "row" if rows == 1 else "rows"
         known = [way for way in dict.fromkeys([*ways, _FLOAT]) if math.isfinite(self(way, rows))]
-        times = [f"{way.name} {1e3 * self(way, rows):.3g}" for way in known]
-        times[0] += " ms"
+        times = [
+            f"{way.name} {1e3 * self(way, rows):.3g} ms{' (taken)' * (way == ways[0])}"
+            for way in sorted(known, key=lambda way: self(way, rows))
+        ]
         return f"at {rows} {unit} {', '.join(times)}"
 
     def choice(self, way: Candidate, ways: Sequence[Candidate], rows: int) -> _Choice:

@@ -47,6 +47,13 @@ class Override:
     activations: str | None = None
 
     def __post_init__(self) -> None:
+        given = [self.format, self.solver, self.activations]
+        if not self.selector or "" in given or not any(given):
+            raise InputError(
+                f"the set for {self.selector!r} says nothing of the weights it selects: it takes a "
+                "selector, and format (as 'int8:group=64'; 'float' keeps them), solver or "
+                f"activations, one or more of them; found {self}"
+            )
         if self.activations is not None:
             _check_activations(self.activations)
 
@@ -65,6 +72,8 @@ class Override:
         pieces = rest.split(",")
         words = [piece.partition("=") for piece in pieces]
         named = {key: value for key, _, value in words if key in ("solver", "activations")}
+        if len(named) < sum(word[0] in ("solver", "activations") for word in words):
+            raise InputError(f"--set {text!r}: wanted each of solver and activations once")
         fmt = ",".join("".join(word) for word in words if word[0] not in ("solver", "activations"))
         return cls(selector, fmt or None, **named)
 
@@ -84,8 +93,9 @@ class Recipe:
     activations: `float` (the accuracy level says what kernels of packed weights make of them), or
         bytes that the graph makes of the inputs of linears, heads left out: `int8` (one scale for
         the tensor, found as it runs), `int8-row` (one for each row, that is token), `int8-static`
-        (scale and zero point from calibration). The weights are then `int8-row`. Or FP8, and floats
-        again for the kernel: `fp8` (one scale from calibration), `fp8-token`; with `fp8-e4m3`.
+        (scale and zero point from calibration). The weights are then `int8-pairs`, or `int8-row` if
+        asked for. Or FP8, and floats again for the kernel: `fp8` (one scale from calibration),
+        `fp8-token`; with `fp8-e4m3`.
     outliers: input columns of each such linear that stay in float, at most: those of the largest
         activations in calibration.
     unfused: what becomes of a weight that no kernel takes: `float` (as it is), or `portable`
@@ -97,6 +107,10 @@ class Recipe:
         for.
     dequantize_at_load: linears are stored packed and become floats when the model is loaded,
         whatever their format; no kernel computes on the packed weight.
+    fuse: whether what exporters spell out around the linears (norms, activations, attention)
+        becomes fused ops, where the target is ONNX Runtime.
+    add_cache: a decoder that reads the whole text at every step gets inputs and outputs for what
+        it has read, past_key_values and present; its attention must have been fused.
     min_elements: smaller weights stay as they are.
     target_bits, max_size, mixed: a budget, by which each weight gets a format of its own: bits a
         weight over all linears, scales included; bytes of the file (in TOML also "90MB"); or
@@ -122,6 +136,8 @@ class Recipe:
     prefer: str = "speed"
     purpose: str = ""
     dequantize_at_load: bool = False
+    fuse: bool = True
+    add_cache: bool = False
     min_elements: int = 1024
     target_bits: float | None = None
     max_size: int | None = None
@@ -138,6 +154,8 @@ class Recipe:
         if self.calibration not in CALIBRATIONS:
             wanted = " or ".join(CALIBRATIONS)
             raise InputError(f"calibration {self.calibration!r}: wanted {wanted}")
+        if self.add_cache and not self.fuse:
+            raise InputError("add_cache needs fused attention: leave out fuse = false (--no-fuse)")
         if self.unfused not in UNFUSED:
             raise InputError(f"unfused {self.unfused!r}: wanted one of {', '.join(UNFUSED)}")
         if self.prefer not in PREFERENCES:
@@ -299,6 +317,13 @@ class Recipe:
         return found
 
 
+_OF_A_RUN = frozenset(
+    "calibrate check dry_run force min_coverage output report resume samples sequence single_file "
+    "strict target tokenizer tune".split()
+)
+"""Options of the command line that a recipe does not hold."""
+
+
 def _check_activations(kind: str) -> None:
     if kind not in ACTIVATIONS:
         wanted = ", ".join(ACTIVATIONS)
@@ -316,7 +341,10 @@ def parse_size(text: str) -> int:
     if match is None or (match[3] and not match[2]):
         raise InputError(f"size {text!r}: wanted a number of bytes, as in 90MB, 1.5GB or 700MiB")
     power = " kMG".index(match[2] or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    size = float(match[1]) * (1024 if match[3] else 1000) ** power
+    if not size < 2**63:
+        raise InputError(f"size {text[:40]!r}: wanted a number of bytes that a file can have")
+    return int(size)
 
 
 def _converted(key: str, text: str, default: Any) -> Any:
@@ -340,7 +368,13 @@ def _fields(table: dict[str, Any], path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"overrides": overrides}
     for key, value in table.items():
         if key not in known:
-            raise InputError(f"recipe {path}: unknown key {key!r}{did_you_mean(key, known)}")
+            if key in _OF_A_RUN:
+                raise InputError(
+                    f"recipe {path}: {key!r} is of a run, and no part of a recipe: give "
+                    f"--{key.replace('_', '-')} on the command line"
+                )
+            near = "; --for is called 'purpose' here" if key == "for" else did_you_mean(key, known)
+            raise InputError(f"recipe {path}: unknown key {key!r}{near}")
         default = getattr(Recipe(), key)
         if key in ("include", "exclude", "candidates"):
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -374,4 +408,9 @@ def _override(item: Any, path: Path) -> Override:
             f"recipe {path}: [[set]] wants selector, and format, solver or activations; "
             f"found {item!r}"
         )
-    return Override(**{key: str(value) for key, value in item.items()})
+    if not all(isinstance(value, str) for value in item.values()):
+        raise InputError(f"recipe {path}: [[set]] takes texts; found {item!r}")
+    try:
+        return Override(**item)
+    except InputError as error:
+        raise InputError(f"recipe {path}: {error}") from None

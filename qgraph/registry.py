@@ -25,6 +25,7 @@ _ENTRIES: dict[Kind, dict[str, str]] = {
         "uint2": "qgraph.formats.integer_groups:UINT2",
         "int8-row": "qgraph.formats.integer_groups:INT8_ROW",
         "int4-row": "qgraph.formats.integer_groups:INT4_ROW",
+        "int8-pairs": "qgraph.formats.pairs:INT8_PAIRS",
         "fp8-e4m3": "qgraph.formats.fp8:E4M3",
         "fp8-e5m2": "qgraph.formats.fp8:E5M2",
         "nf4": "qgraph.formats.bitsandbytes:NF4",
@@ -61,6 +62,8 @@ _ENTRIES: dict[Kind, dict[str, str]] = {
         ),
         "lower_qdq": "qgraph.passes.lower_qdq:LowerQdq",
         "lower_portable": "qgraph.passes.lower_portable:LowerPortable",
+        "fuse_transformer": "qgraph.passes.fuse_transformer:FuseTransformer",
+        "add_cache": "qgraph.passes.add_cache:AddCache",
         "cleanup": "qgraph.passes.cleanup:Cleanup",
     },
     "checkpoint": {
@@ -109,6 +112,19 @@ def load(kind: Kind, name: str) -> Any:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The tail of an error message: the names nearest to `name`, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    """The tail of an error message: the names nearest to `name` in any case, or nothing.
+
+    One that differs in case alone is it; those that begin with `name` come before others.
+    """
+    folded: dict[str, list[str]] = {}
+    for each in known:
+        folded.setdefault(each.casefold(), []).append(each)
+    asked = name.casefold()
+    if asked in folded:
+        found = [asked]
+    else:
+        longer = [key for key in folded if len(asked) > 1 and key.startswith(asked)]
+        close = difflib.get_close_matches(asked, folded, n=3, cutoff=0.5)
+        found = [*longer, *(key for key in close if key not in longer)]
+    near = [each for key in found for each in folded[key]][:3]
     return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""

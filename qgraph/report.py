@@ -136,8 +136,10 @@ _REASONS = (
     ),
     Reason(
         "WEIGHT_LOST",
-        "quantizing would leave nothing of the weight: its scales are below what float16 holds",
-        "convert the model to float32, or scale the weight up and its output down",
+        "quantizing would leave nothing of the weight: its scales are below what its type holds, "
+        "or its codes have too few bits",
+        "convert a float16 model to float32; or take more bits, smaller groups, or a solver with "
+        "calibration data",
     ),
     Reason(
         "FP32_FALLBACK_KERNEL",
@@ -147,7 +149,8 @@ _REASONS = (
     Reason(
         "SLOWER_THAN_FLOAT_AT_M",
         "the kernel is slower than float for prompts of many rows",
-        "use accuracy level 4, or 8-bit weights",
+        "accuracy level 4, where the detail says level 0; else float for the site, where prompts "
+        "decide: --set 'SITE=float'",
     ),
     Reason(
         "DQ_MULTIPLE_READERS",
@@ -194,8 +197,9 @@ _REASONS = (
     ),
     Reason(
         "NO_FUSED_KERNEL",
-        "no kernel of the target computes on the packed weight; it is dequantized block by block",
-        "choose a format that the target has a kernel for",
+        "no kernel of the target computes on weights in this format",
+        "--dequantize-at-load: the file stays small, memory and speed are those of floats; or a "
+        "format that every target has kernels for: int4, uint4 or int8",
     ),
     Reason(
         "SLOW_KERNEL",
@@ -203,9 +207,39 @@ _REASONS = (
         "the detail says what the fast kernels want",
     ),
     Reason(
+        "SLOWER_THAN_FLOAT",
+        "the target computes on this format, several times slower than on floats",
+        "--dequantize-at-load: the file stays small, memory and speed are those of floats; or a "
+        "fast format: uint4, or --activations int8-row for 8 bits",
+    ),
+    Reason(
+        "LARGER_THAN_FORMAT",
+        "the file holds the weight as 8-bit integers, which a fast kernel reads: about twice the "
+        "format's own size",
+        "--prefer size holds it as the format packs it, and dequantizes it at each call, slowly; "
+        "uint4 is small and fast",
+    ),
+    Reason(
+        "ACTIVATION_SIMULATED",
+        "activations are rounded to FP8, and multiplied as floats: the target has no FP8 products, "
+        "so this costs time and gains none",
+        "run the file where FP8 is multiplied (CUDA, TensorRT); for speed here --activations "
+        "int8-row",
+    ),
+    Reason(
         "SATURATES_HERE",
         "the kernel multiplies uint8 by int8, which saturates on this processor: wrong results",
         "optimize the float model with qgraph, or run the file on a processor with VNNI",
+    ),
+    Reason(
+        "FUSION_MISSED",
+        "the ops look like a pattern that has a fused op, and are not it",
+        "the detail names the nearest spelling and where it differs",
+    ),
+    Reason(
+        "FUSION_FAILED_CHECK",
+        "the fused op does not compute what the ops that it would replace compute",
+        "nothing to do: they stay as they are; please report the model's exporter and version",
     ),
     Reason(
         "CUDA_ASYMMETRIC",

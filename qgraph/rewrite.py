@@ -72,12 +72,13 @@ class Rewriter:
         attributes: dict[str, int | float | str | list[int]] | None = None,
         dtype: ir.DataType | None = None,
         shape: Sequence[int | str | None] | ir.Shape | None = None,
+        outputs: int = 1,
     ) -> ir.Node:
-        """A new node with one output, not yet placed; its names are made unique."""
+        """A new node, not yet placed; its names, and that of its first output, are made unique."""
         unique = self.unique(name)
         # ir.node would try every kind of attribute, one slow isinstance after another.
         attrs = [_attribute(key, value) for key, value in (attributes or {}).items()]
-        node = ir.Node(domain, op_type, inputs, attrs, name=unique)
+        node = ir.Node(domain, op_type, inputs, attrs, name=unique, num_outputs=outputs)
         output = node.outputs[0]
         output.name = self.unique(f"{unique}_output")
         output.type = ir.TensorType(dtype) if dtype is not None else None

@@ -8,8 +8,9 @@ from qgraph.errors import InputError
 from qgraph.formats.base import Format, Layout, parse
 from qgraph.recipe import FP8_ACTIVATIONS
 
-OF_INTEGER_KERNELS = "int8-row"
-"""The weights that are multiplied with activations rounded to integers."""
+OF_INTEGER_KERNELS = "int8-pairs"
+"""The weights that are multiplied with activations rounded to integers where no others are asked
+for: those that the fastest kernels of every processor multiply exactly."""
 OF_FP8 = "fp8-e4m3"
 """Those that are multiplied with FP8 activations."""
 FP8_WORDS = {

@@ -6,6 +6,7 @@ import threading
 from abc import abstractmethod
 
 import numpy as np
+from onnx_ir import DataType
 
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, Format, QuantizedWeight
@@ -40,10 +41,11 @@ class RoundingSource(QuantSource):
         except OverflowError as error:
             self.check_finite(rows, start)
             row, group = error.args[1]
+            wider = ", or convert the model to float32" * (self.scale_dtype == DataType.FLOAT16)
             raise InputError(
                 f"weight {self.name}: row {start + row}, group {group}: "
                 f"{error.args[0].rpartition(': ')[2]}; "
-                f"keep it in float with --exclude '{self.name}', or convert the model to float32"
+                f"keep it in float with --exclude '{self.name}'{wider}"
             ) from None
         if not np.isfinite(found.scales).all():
             self.check_finite(rows, start)

@@ -12,15 +12,18 @@ from typing import Any
 
 import onnx_ir as ir
 
+from qgraph.adopted import ADOPTED
 from qgraph.constants import FLOATS, same_file
 from qgraph.coverage import LINEAR_ROLES, NOT_COUNTED
 from qgraph.errors import InputError
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
 from qgraph.kernel_choice import FOLDING_ENTRY
-from qgraph.plan import IMPORTED, KEPT, Decision, QuantPlan
+from qgraph.plan import IMPORTED, KEPT, UNSOLVED, Decision, QuantPlan
+from qgraph.recipe import FLOAT
 from qgraph.saved_file import check_output
 from qgraph.sites import Site
+from qgraph.solver_names import without_data
 
 
 def check_paths(graph: Graph, output: Path | None, report: Path | None, force: bool) -> None:
@@ -88,9 +91,12 @@ def plan_notes(plan: QuantPlan) -> list[str]:
             "whatever --format says: 4 bits there lose much quality for little space; "
             "--embedding uint4 has it all the same"
         )
+    notes += _in_blocks(packed)
+    notes += _second_weights(plan)
     kept = sum(item.solver == KEPT for item in plan.decisions)
     if kept:
         notes.append(f"{kept} sites came packed and stay as they are, whatever was asked for")
+    notes += _adopted(plan)
     if plan.recipe.dequantize_at_load:
         notes.append(_at_load(plan))
     if plan.target == "qdq" and plan.recipe.accuracy_level != "auto":
@@ -101,9 +107,58 @@ def plan_notes(plan: QuantPlan) -> list[str]:
     return notes
 
 
+def _adopted(plan: QuantPlan) -> list[str]:
+    """That weights of Q/DQ pairs keep their codes, where something else was asked for."""
+    recipe = plan.recipe
+    asked = None if recipe.format == "auto" else parse(recipe.format, group=recipe.group).spell()
+    changes = recipe.solver != "rtn" or recipe.activations != FLOAT
+    others = [
+        item.format
+        for item in plan.decisions
+        if item.solver == ADOPTED and (changes or asked not in (None, item.format))
+    ]
+    if not others:
+        return []
+    kinds = ", ".join(sorted({str(fmt) for fmt in others}))
+    return [
+        f"{len(others)} sites came as Q/DQ and keep their codes ({kinds}), whatever format, solver "
+        "or activations were asked for: start from the float model to change them"
+    ]
+
+
+def _in_blocks(packed: Sequence[Decision]) -> list[str]:
+    """What a kernel's block is to a format with one scale to a row."""
+    whole = {i.format: i.kernel for i in packed if parse(str(i.format)).group == 0 and i.kernel}
+    found = {spelled: kernel for spelled, kernel in whole.items() if "block=" in str(kernel)}
+    return [
+        f"{spelled} has one scale to a row; its kernel ({kernel}) reads one to a block, so the "
+        "row's is written once for each block"
+        for spelled, kernel in found.items()
+        if str(kernel).startswith("MatMulNBits")
+    ]
+
+
+def _second_weights(plan: QuantPlan) -> list[str]:
+    """What all second weights take together."""
+    many = [item.many for item in plan.decisions if item.many is not None]
+    if not many:
+        return []
+    size = sum(each.packed_bytes for each in many) / 1e6
+    whole = sum(item.packed_bytes for item in plan.decisions if item.shared_with is None) / 1e6
+    return [
+        f"{len(many)} linears have a second weight, for {many[0].from_rows} rows and more: "
+        f"{size:.1f} of {whole:.1f} MB of packed weights; `qgraph bench` with --rows says what it "
+        "gains, --for decode or prefill does without"
+    ]
+
+
 def _at_load(plan: QuantPlan) -> str:
     """What dequantizing at load means for memory, and how a Q/DQ graph gets there."""
-    linears = [i for i in plan.decisions if i.quantized and i.role in LINEAR_ROLES]
+    linears = [
+        item
+        for item in plan.decisions
+        if item.quantized and item.solver != KEPT and item.role in LINEAR_ROLES
+    ]
     size = sum(item.float_bytes for item in linears) / 1e6
     words = f"{len(linears)} linears become floats when the model is loaded: {size:.1f} MB"
     if plan.target != "qdq":
@@ -111,18 +166,21 @@ def _at_load(plan: QuantPlan) -> str:
     return f"{words} of memory, where the session entry {FOLDING_ENTRY} is set; else at each call"
 
 
-def require_data(plan: QuantPlan) -> None:
-    """Refuse a plan for rounded activations that wants calibration data, where there is none."""
+def lacking(plan: QuantPlan) -> str:
+    """Why a plan cannot be carried out without calibration data; "" where it can."""
     for item in plan.everywhere:
         static = item.activations in ("int8-static", "fp8")
         if static or item.outliers:
+            option = f"--activations {item.activations}" if static else "--outliers"
             what = "a static range for" if static else "which columns are outliers of"
-            raise InputError(
-                f"{item.site}: calibration data says {what} its activation: give --calibrate FILE "
-                "(text with --tokenizer, .npz or .jsonl), or --calibrate self for a language "
-                "model's own text; --activations int8-row without --outliers, or fp8-token, "
-                "needs none"
+            return (
+                f"{option} takes calibration data, which says {what} the activation of "
+                f"{item.site}: give --calibrate FILE (text with --tokenizer, .npz or .jsonl), or "
+                "--calibrate self for a language model's own text; --activations int8-row without "
+                "--outliers, or fp8-token, needs none"
             )
+    solvers = {str(i.solver) for i in plan.decisions if i.quantized and i.solver not in UNSOLVED}
+    return next(filter(None, map(without_data, sorted(solvers))), "")
 
 
 def elsewhere(graph: Graph, sites: Sequence[Site]) -> list[str]:

@@ -17,6 +17,7 @@ ALIASES = "qgraph.aliases"
 """Key of `Value.meta`: the other names of a value, a tuple of str; saved as a JSON list."""
 MODULE = "qgraph.module"
 """Key of `Node.meta`: the torch module that a node came from, where the exporter told."""
+_WORDS = re.compile(r"[./]")
 _COUNT = re.compile(r"[1-9][0-9]{0,5}")
 _LAYER = re.compile(r"(?:^|[./_])(?:layers?|blocks?|h|stages?)[./_](\d+)(?:[./_]|$)")
 
@@ -93,7 +94,15 @@ def check(selectors: Sequence[str], sites: Sequence[Site | Named]) -> None:
     if not lost:
         return
     known = sorted({name for site in sites for name in names_of(site)})
-    known += [f"role:{role}" for role in sorted({site.role for site in sites})]
-    lines = [f"{text!r} matches no site{did_you_mean(text.strip('*'), known)}" for text in lost]
-    shown = ", ".join(repr(name) for name in known[:4])
-    raise InputError(f"selector {'; '.join(lines)} (there are {len(known)} names, such as {shown})")
+    roles = [f"role:{role}" for role in sorted({site.role for site in sites})]
+    words = sorted({word for name in known for word in _WORDS.split(name)} - set(known))
+    lines = []
+    for text in lost:
+        near = did_you_mean(text.strip("*"), [*known, *roles]) or did_you_mean(
+            text.strip("*./"), words
+        )
+        lines.append(f"{text!r} matches no site{near}")
+    raise InputError(
+        f"selector {'; '.join(lines)} (there are {len(known)} names: `qgraph explain MODEL --all` "
+        "lists them)"
+    )

@@ -18,7 +18,12 @@ import onnx_ir as ir
 
 from qgraph.capabilities import INTEGERS
 from qgraph.formats.base import Array, Layout, QuantizedWeight
-from qgraph.formats.output_bound import product_bound, summation_error
+from qgraph.formats.output_bound import (
+    LEVEL_4_ZEROS,
+    product_bound,
+    summation_error,
+    zeros_bound,
+)
 from qgraph.kernel_choice import query_of
 from qgraph.packed_sources import packed_source
 from qgraph.quant_tensor import QuantSource
@@ -132,11 +137,12 @@ class BoundedSite:
         for start, stop in self._blocks:
             given = y[:, at : at + stop - start] - bias[start:stop]
             at += stop - start
-            addends = self.source.format.addends(self._rows(start, stop))
+            rows = self._rows(start, stop)
+            addends = self.source.format.addends(rows)
             if self.candidate.integer is not None:
                 addends = (self.candidate.integer.with_floats(addends[0], start, stop),)
             packed = functools.reduce(np.add, addends)
-            slack = self._gamma * np.abs(bias[start:stop])
+            slack = self._gamma * np.abs(bias[start:stop]) + self._zeros_left(x, rows.scales)
             wanted, bound = self._product(x, packed, addends)
             found.add_kernel(np.abs(given - wanted), bound + slack)
             if same_inputs:
@@ -161,6 +167,13 @@ class BoundedSite:
         if self._rounding:
             bound += (1 + self._gamma) * np.concatenate(self._rounding) @ np.abs(addends[0]).T
         return wanted, bound
+
+    def _zeros_left(self, x: Array, scales: Array) -> Array | float:
+        """What int8 compute may leave of zero points, `[M, n]`."""
+        if self.candidate.op != "MatMulNBits" or query_of(self.candidate).level != 4:
+            return 0.0
+        slack = LEVEL_4_ZEROS * (1 << query_of(self.candidate).bits)
+        return zeros_bound(x, scales, self.source.format.group, slack)
 
     @property
     def _gamma(self) -> float:

@@ -6,17 +6,20 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+import onnx_ir as ir
+
 from qgraph.comparison import Comparison, SiteRow
 from qgraph.errors import InputError
 from qgraph.feeding import shortened
-from qgraph.output_error import OutputError
+from qgraph.outcomes import INPUTS_SCALED, ROWS_ORDERED, ROWS_SCALED
+from qgraph.output_error import ChannelError, OutputError
 from qgraph.paired import Pair
 from qgraph.site_bounds import BoundedSite
 from qgraph.site_outputs import SharedSite, in_bodies, noted, read_graph, shared_sites
 from qgraph.text import Sample
 
-ROWS_ORDERED = "rows_ordered_for"
-"""What the metadata of a site names where its rows lie in the order of that other site."""
+SCALERS = ("awq", "smoothquant")
+"""Solvers that scale channels; files that they made once do not say which."""
 SITE_BYTES = 128_000_000
 """The most that the sites of one model give at once; longer blocks are cut for them."""
 
@@ -35,6 +38,16 @@ def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comp
         found = _noting(found, words)
     if not shared:
         return _noting(found, "no site has one name in both models: no site was compared")
+    scaled, inputs = noted(candidate, ROWS_SCALED), noted(candidate, INPUTS_SCALED)
+    if many := sum(site.name in scaled for site in shared):
+        words = (
+            f"{many} sites give channels that are scaled for the next: compared with each channel "
+            "times the factor that brings it nearest"
+        )
+        found = _noting(found, words)
+    if many := sum(site.name in inputs for site in shared):
+        words = f"{many} sites read channels that are scaled: nothing is said of their own errors"
+        found = _noting(found, words)
     bounded = _bounded(shared)
     width = 4 * sum(site.width for site in shared)
     width += 4 * sum({each.activation: each.source.k for each in bounded.values()}.values())
@@ -45,13 +58,13 @@ def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comp
             pair.reference.exposing(site.value for site in shared),
             pair.candidate.exposing(_exposed(shared, bounded)),
         ):
-            rows, tokens = _site_rows(pair, shared, cut, bounded)
+            rows, tokens = _site_rows(pair, shared, cut, bounded, scaled)
     except InputError as error:
         return _noting(found, f"no site was compared: {error}")
     odd = len(shared) - len(rows)
     if odd:
         found = _noting(found, f"{odd} sites give outputs of another shape: not compared")
-    rows, broken = _with_bounds(rows, bounded, noted(candidate, "solver"))
+    rows, broken = _with_bounds(rows, bounded, _scaled(candidate, shared))
     if broken:
         found = _noting(found, broken)
     return dataclasses.replace(found, sites=rows, site_samples=len(cut), site_tokens=tokens)
@@ -74,17 +87,17 @@ def _exposed(shared: Sequence[SharedSite], bounded: Mapping[str, BoundedSite]) -
 
 
 def _with_bounds(
-    rows: Sequence[SiteRow], bounded: Mapping[str, BoundedSite], solvers: Mapping[str, str]
+    rows: Sequence[SiteRow], bounded: Mapping[str, BoundedSite], scaled: frozenset[str]
 ) -> tuple[tuple[SiteRow, ...], str]:
     """The rows with what their sites do to their own inputs, and a note on what no rounding does.
 
-    Where `awq` solved, channels were scaled: W is not the weight of these inputs.
+    scaled: sites whose W is not the weight of these inputs and outputs.
     """
-    scaled = any("awq" in solver for solver in solvers.values())
     found, broken = list[SiteRow](), list[SiteRow]()
     for row in rows:
         each = bounded.get(row.name)
-        bound = each.compared(same_inputs=not scaled and each.reads_the_same) if each else None
+        same = each is not None and row.name not in scaled and each.reads_the_same
+        bound = each.compared(same_inputs=same) if each else None
         if bound is not None:
             row = dataclasses.replace(row, **dataclasses.asdict(bound))
             broken += [row] if bound.broken else []
@@ -97,6 +110,15 @@ def _with_bounds(
         f"weight: {worst.name} ({worst.candidate_op}) is {_excess(worst):.3g} times its rounding "
         "off. `qgraph optimize` checks kernels and takes the next one, unless --no-check"
     )
+
+
+def _scaled(candidate: ir.Model, shared: Sequence[SharedSite]) -> frozenset[str]:
+    """The sites whose inputs or outputs are scaled by channel; all where a file does not say."""
+    marked = {**noted(candidate, ROWS_SCALED), **noted(candidate, INPUTS_SCALED)}
+    solvers = set(noted(candidate, "solver").values())
+    if not marked and any(scaler in solver for solver in solvers for scaler in SCALERS):
+        return frozenset(site.name for site in shared)
+    return frozenset(marked)
 
 
 def _excess(row: SiteRow) -> float:
@@ -114,9 +136,13 @@ def _site_rows(
     shared: Sequence[SharedSite],
     samples: Sequence[Sample],
     bounded: Mapping[str, BoundedSite],
+    scaled: Mapping[str, str],
 ) -> tuple[tuple[SiteRow, ...], int]:
-    """The sites of one shape in both, worst first (NaN before all), and on how many tokens."""
-    errors = {site: OutputError() for site in shared}
+    """The sites of one shape in both, worst first (NaN before all), and on how many tokens.
+
+    scaled: those whose channels are each compared up to a factor.
+    """
+    errors = {s: ChannelError() if s.name in scaled else OutputError() for s in shared}
     tokens = 0
     for sample in samples:
         ids, mask = pair.ids_and_mask(sample)

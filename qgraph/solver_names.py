@@ -42,6 +42,17 @@ def needs_data(spec: str) -> bool:
     return any(registry.load("solver", name).needs_data for name in parts_of(spec))
 
 
+def without_data(spec: str) -> str:
+    """What a composed solver says where it has no calibration data; "" where it needs none."""
+    if not needs_data(spec):
+        return ""
+    return (
+        f"the solver {spec} needs calibration data: --calibrate FILE (text with --tokenizer, .npz "
+        "or .jsonl), --calibrate self for a language model's own text, or --solver hqq or rtn, "
+        "which need none"
+    )
+
+
 def needs_activations(spec: str) -> bool:
     """Whether a part of a composed solver has nothing to do where activations stay floats."""
     return any(registry.load("solver", name).needs_activations for name in parts_of(spec))

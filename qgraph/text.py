@@ -117,6 +117,7 @@ def read_samples(path: Path, samples: int | None = None) -> Iterator[Sample]:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise InputError(f"the data {path} is neither a .npz nor a .jsonl file")
+    _check_regular(path)
     try:
         count = 0
         for sample in itertools.islice(reader(path), samples):
@@ -128,14 +129,25 @@ def read_samples(path: Path, samples: int | None = None) -> Iterator[Sample]:
         raise InputError(f"the data {path} holds no samples")
 
 
+def _check_regular(path: Path) -> None:
+    """Refuse a pipe or device, at which reading may wait for ever; data is read more than once."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise InputError(f"the data {path} is no regular file: write it to one first")
+
+
 def _read_npz(path: Path) -> Iterator[Sample]:
     try:
         # numpy leaves a file that it opened itself open where it is no archive.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
+        foreign = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
+        if foreign:
+            raise ValueError(f"its member {foreign[0]} is no array")
     except (ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+        # numpy's own words for pickles tell how to run them.
+        why = "it holds Python objects" if "pickle" in str(error) else str(error)
         raise InputError(
-            f"the data {path} is no .npz file of plain arrays: {error}; "
+            f"the data {path} is no .npz file of plain arrays: {why}; "
             "write it with numpy.savez(path, input_name=array, …)"
         ) from None
     except MemoryError as error:
@@ -164,8 +176,9 @@ def _read_jsonl(path: Path) -> Iterator[Sample]:
 def longest_sample(path: Path, samples: int) -> int:
     """Tokens in the longest of the first `samples` of a .npz or .jsonl file.
 
-    Of a .npz nothing but the arrays' shapes is read. A file that cannot be read has none.
+    Of a .npz nothing but the arrays' shapes is read. A .npz that cannot be read has none.
     """
+    _check_regular(path)
     if path.suffix.lower() == ".npz":
         return max((shape[1] for shape in _npz_shapes(path) if len(shape) > 1), default=0)
     return max((sample[IDS].shape[1] for sample in read_samples(path, samples)), default=0)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qgraph.errors import InputError
+from qgraph.formats.base import parse
 from qgraph.recipe import FLOAT
 from qgraph.user_cache import cache_folder
 
@@ -34,8 +35,11 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """`uint4:group=64`, `int8-row × int8-row`."""
-        return self.format if self.activations == FLOAT else f"{self.format} × {self.activations}"
+        """`uint4:group=64`, `int8-pairs × int8-row (u8s8)`: kernels differ by the signs."""
+        if self.activations == FLOAT:
+            return self.format
+        signs = "u8s8" if parse(self.format).fits_16_bits else "u8u8"
+        return f"{self.format} × {self.activations} ({signs})"
 
 
 class Measured(NamedTuple):

@@ -15,11 +15,13 @@ from qgraph.graph import Graph
 from qgraph.machine import cpu_name, usable_cores
 from qgraph.one_op import float_linear
 from qgraph.plan import QuantPlan
+from qgraph.prediction import matmul_rate
 from qgraph.progress import Progress
 from qgraph.purposes import candidates_of, plan_for, sizes_of
 from qgraph.quant_tensor import QuantTensor
 from qgraph.recipe import FLOAT, Override, Recipe
 from qgraph.sites import Site
+from qgraph.timing import ROUND_SECONDS
 from qgraph.tune_table import Candidate, Machine, Measured, Table, load
 
 if TYPE_CHECKING:
@@ -75,12 +77,15 @@ def fill(
     """Measure what `table` lacks of the sizes of a model's linears; kept size by size."""
     sizes = sizes_of(sites, recipe, capabilities)
     ways = candidates_of(sites, recipe, capabilities)
+    _announce(table, sizes, ways, progress)
     progress.stage("tune", total=len(sizes))
     count = 0
     for done, (n, k, dtype, rows) in enumerate(sizes, 1):
         wanted = {Measured(n, k, dtype, way.name, each): way for way in ways for each in rows}
         missing = table.missing(wanted)
         if missing:
+            if not count:
+                table.save()  # a folder that cannot be written is told before the long work
             count += len(missing)
             # All ways again, at the rows that lack any: only what ran turn by turn is compared.
             again = sorted({item.rows for item in missing})
@@ -89,6 +94,30 @@ def fill(
         progress.advance(done)
     words = f"{count} times measured" if count else "all times were known"
     progress.finish(f"{words}, {len(sizes)} sizes, kept in {table.machine.file}")
+
+
+def _announce(
+    table: Table,
+    sizes: Sequence[tuple[int, int, str, tuple[int, ...]]],
+    ways: Sequence[Candidate],
+    progress: Progress,
+) -> None:
+    """Say how much is to be measured, and about how long that takes."""
+    lacking = [
+        (n, k, each)
+        for n, k, dtype, rows in sizes
+        for each in rows
+        if table.missing(Measured(n, k, dtype, way.name, each) for way in ways)
+    ]
+    if not lacking:
+        return
+    progress.stage("to measure")
+    rate = matmul_rate()
+    # A round takes at least its time, and a way has to be made and opened: about as long.
+    once = [max(ROUND_SECONDS, 2 * n * k * rows / rate) for n, k, rows in lacking]
+    seconds = len(ways) * sum((ROUNDS + 2) * each + ROUND_SECONDS for each in once)
+    words = f"{len(lacking) * len(ways)} times of {len({size[:2] for size in lacking})} sizes"
+    progress.finish(f"{words}, about {seconds:.0f} s")
 
 
 def _measure(

@@ -6,12 +6,15 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from qgraph.capabilities import Capabilities
+
+if TYPE_CHECKING:
+    from qgraph.runtimes.decoding import Decoder, DecoderIO
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]
 Feeds: TypeAlias = Mapping[str, NDArray[Any]]
@@ -56,7 +59,9 @@ class Session(Protocol):
 class KernelRun:
     """One node as it ran: `calls` and `microseconds` of one run, all calls of it together.
 
-    node: the name in the graph that really ran, which an optimizer may have rewritten.
+    node: the name in the graph that really ran, which an optimizer may have rewritten; of a node
+        of a function's body `CALL/NAME`.
+    microseconds: without those of nodes in its bodies, where the runtime counts them apart.
     domain: "" for ONNX's own operators.
     """
 
@@ -125,6 +130,15 @@ class Runtime(ABC):
     ) -> float:
         """‖y₄ − y₀‖ / ‖y₀‖ of a small MatMulNBits: above zero, level 4 computes in int8."""
 
+    def decoder(self, session: Session, io: DecoderIO, *, shared: bool = False) -> Decoder:
+        """A decoder that keeps its cache from step to step.
+
+        shared: the graph allows past and present to be one buffer.
+        """
+        from qgraph.runtimes.decoding import SessionDecoder
+
+        return SessionDecoder(session, io)
+
     def load(self, model: Model) -> None:
         """Open a model and close it again: the proof that it loads."""
         self.open(model)
@@ -152,6 +166,18 @@ class Runtime(ABC):
         from qgraph.runtimes.feeds import synthesize_feeds
 
         return synthesize_feeds(self.inputs(model), batch=batch, sequence=sequence)
+
+    def rows_of(self, model: Model, rows: int | None = None) -> tuple[Arrays, int | None]:
+        """Valid inputs of so many rows, and how many they are; None where the inputs decide.
+
+        rows: tokens of one prompt, or samples of a batch; None for a short prompt, or one sample.
+        """
+        from qgraph.runtimes.feeds import PROMPT, axis_of, feeds_of
+
+        inputs = self.inputs(model)
+        axis = axis_of(inputs)
+        count = {"tokens": rows or PROMPT, "samples": rows or 1}.get(axis)
+        return feeds_of(inputs, axis, count), count
 
     @abstractmethod
     def inputs(self, model: Model) -> tuple[ValueSpec, ...]:

@@ -12,12 +12,14 @@ from qgraph.errors import InputError
 from qgraph.formats.base import Array
 from qgraph.runtimes.base import Arrays, ValueSpec
 
+PROMPT = 16
+"""Tokens of a prompt, where nobody says how many."""
 IDS = 16
 """Token ids are below this, which every vocabulary has."""
 
 
 def synthesize_feeds(
-    inputs: Sequence[ValueSpec], *, batch: int = 1, sequence: int = 16, seed: int = 0
+    inputs: Sequence[ValueSpec], *, batch: int = 1, sequence: int = PROMPT, seed: int = 0
 ) -> Arrays:
     """Inputs for one forward pass over a prompt: no past, nothing masked, Gaussian floats.
 
@@ -35,6 +37,30 @@ def synthesize_feeds(
         for spec in sorted(inputs, key=lambda spec: not is_cache(spec))
     }
     return {spec.name: _values(spec, shapes[spec.name], sequence, rng) for spec in inputs}
+
+
+def axis_of(inputs: Sequence[ValueSpec]) -> str:
+    """What rows are for a model with these inputs.
+
+    tokens: of one prompt, without a cache. samples: of a batch. fixed: as the inputs say.
+    """
+    images = any(len(spec.shape) == 4 for spec in inputs if not is_cache(spec))
+    if _varies(inputs, "sequence") and not images:
+        return "tokens"
+    return "samples" if _varies(inputs, "batch") else "fixed"
+
+
+def feeds_of(inputs: Sequence[ValueSpec], axis: str, rows: int | None) -> Arrays:
+    """Inputs of `rows` rows along `axis`; None for the size of `synthesize_feeds`."""
+    if rows is None or axis == "fixed":
+        return synthesize_feeds(inputs)
+    return synthesize_feeds(inputs, **{"sequence" if axis == "tokens" else "batch": rows})
+
+
+def _varies(inputs: Sequence[ValueSpec], axis: str) -> bool:
+    """Whether the shape of any input follows `axis` (`batch` or `sequence`)."""
+    one, two = (synthesize_feeds(inputs, **{axis: size}) for size in (2, 3))
+    return any(one[name].shape != two[name].shape for name in one)
 
 
 @dataclasses.dataclass

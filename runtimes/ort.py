@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from qgraph.capabilities import Capabilities
 from qgraph.runtimes.base import Feeds, KernelRun, Model, Runtime, Session, ValueSpec
@@ -15,10 +16,14 @@ from qgraph.runtimes.ort_kernels import (
     MEASURED_ON,
     available_providers,
     installed_version,
+    known_ops,
     rules,
 )
 from qgraph.runtimes.ort_levels import level_difference, level_is_real
 from qgraph.runtimes.ort_session import model_inputs, open_session
+
+if TYPE_CHECKING:
+    from qgraph.runtimes.decoding import Decoder, DecoderIO
 
 __all__ = [
     "CPU",
@@ -40,8 +45,9 @@ class OrtRuntime(Runtime):
     def capabilities(self) -> Capabilities:
         """See `Runtime.capabilities`."""
         return Capabilities(
-            self.target, self.provider, self._title(), rules(self.target), folds=True
-        )
+            self.target, self.provider, self._title(), rules(self.target), folds=True,
+            known_ops=known_ops(self.provider),
+        )  # fmt: skip
 
     def open(
         self,
@@ -61,6 +67,15 @@ class OrtRuntime(Runtime):
             threads=threads,
             spinning=spinning,
         )
+
+    def decoder(self, session: Session, io: DecoderIO, *, shared: bool = False) -> Decoder:
+        """See `Runtime.decoder`; on the CPU the cache is never copied."""
+        from qgraph.runtimes.ort_decoding import OrtDecoder
+        from qgraph.runtimes.ort_session import OrtSession
+
+        if not io.cache or self.provider != CPU_PROVIDER or not isinstance(session, OrtSession):
+            return super().decoder(session, io, shared=shared)
+        return OrtDecoder(session, io, shared)
 
     def profile(self, model: Model, feeds: Feeds, *, runs: int = 10) -> list[KernelRun]:
         """See `Runtime.profile`."""

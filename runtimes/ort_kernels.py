@@ -46,6 +46,7 @@ _F16 = "float16 activations are converted to float32 and back at each call on x8
 
 _FLOAT_ZEROS = "20 to 100 times the time of integer zero points at one row"
 _BNB4 = "5 to 10 times the time of a float MatMul at one row"
+_SLOWER = "SLOWER_THAN_FLOAT"
 _FP8 = (
     # One scale for the tensor or a row came with opset 19, blocks along one axis with 21.
     KernelRule(
@@ -69,9 +70,9 @@ _CPU = (
     ),
     KernelRule(
         MATMUL_BNB4, CPU_PROVIDER, ("float32",), (4,), BLOCKS, numbers=("nf4", "fp4"),
-        k_whole_blocks=True, note=_BNB4,
+        k_whole_blocks=True, remark=_SLOWER, note=_BNB4,
     ),
-    *_FP8,
+    *(dataclasses.replace(rule, remark=_SLOWER) for rule in _FP8),
     # What the graph rounds to uint8, times int8: signed activations take 4 to 25 times as long.
     # Where a processor adds products of these in 16 bits they saturate: ours are of uint8 alone.
     *(
@@ -161,6 +162,15 @@ def installed_version() -> str | None:
 def available_providers() -> list[str]:
     """The execution providers of the installed ONNX Runtime."""
     return list(onnxruntime().get_available_providers())
+
+
+@functools.cache
+def known_ops(provider: str) -> frozenset[str]:
+    """Every operator, `DOMAIN::NAME`, that the installed build has a kernel of for `provider`."""
+    if installed_version() is None:
+        return frozenset()
+    listed = ((domain, op) for domain, op, where in _kernels() if where == provider)
+    return frozenset(f"{domain or 'ai.onnx'}::{op}" for domain, op in listed)
 
 
 def domains(op: str) -> set[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -37,7 +38,27 @@ class OrtSession:
         try:
             return dict(zip(names, self.inner.run(names, dict(feeds)), strict=True))
         except _refusals() as error:
+            raise InputError(
+                f"ONNX Runtime could not run the model on {_shapes(feeds)}: {_one_line(error)}"
+            ) from error
+
+    def run_bound(self, binding: Any) -> None:
+        """Run on the inputs and outputs that an IO binding names.
+
+        Raises:
+            InputError: a bound array is of the wrong type or shape.
+        """
+        try:
+            self.inner.run_with_iobinding(binding)
+        except _refusals() as error:
             raise InputError(f"ONNX Runtime could not run the model: {_one_line(error)}") from error
+
+
+def _shapes(feeds: Feeds, most: int = 3) -> str:
+    """The shapes of the first few inputs: samples may be longer than a model's positions."""
+    shown = [f"{name} {list(np.shape(array))}" for name, array in feeds.items()]
+    more = f" and {len(shown) - most} more inputs" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + more
 
 
 def open_session(
@@ -177,7 +198,7 @@ def _reason(error: Exception, model: Model) -> str:
 
 def nodes(model: Model) -> Iterator[ir.Node]:
     """The nodes of a model that ONNX Runtime is given, bodies included; reads no weights."""
-    return (node for graph in _graph_of(model).graphs() for node in graph)
+    return (node for graph in graph_of(model).graphs() for node in graph)
 
 
 def model_inputs(model: Model) -> tuple[ValueSpec, ...]:
@@ -186,19 +207,22 @@ def model_inputs(model: Model) -> tuple[ValueSpec, ...]:
     Raises:
         InputError: the file is missing or no ONNX model.
     """
-    graph = _graph_of(model).graph
+    graph = graph_of(model).graph
     return tuple(
-        ValueSpec(
-            value.name or "",
-            "" if value.dtype is None else _NUMPY.get(value.dtype.name, value.dtype.name.lower()),
-            tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape or ()),
-        )
-        for value in graph.inputs
-        if value.name not in graph.initializers
+        value_spec(value) for value in graph.inputs if value.name not in graph.initializers
     )
 
 
-def _graph_of(model: Model) -> ir.Model:
+def value_spec(value: ir.Value) -> ValueSpec:
+    """An input or output of a graph in numpy's words."""
+    return ValueSpec(
+        value.name or "",
+        "" if value.dtype is None else _NUMPY.get(value.dtype.name, value.dtype.name.lower()),
+        tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape or ()),
+    )
+
+
+def graph_of(model: Model) -> ir.Model:
     """`model` as a graph whose weights are not read."""
     if isinstance(model, ir.Model):
         return model

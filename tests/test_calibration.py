@@ -372,3 +372,26 @@ def test_optimize_checks_sources_first_and_notes_what_was_short(
     notes = "\n".join(found.report.notes)
     assert "left out of the calibration folder f: x.csv" in notes
     assert "a.txt gives 2 calibration samples, not 4" in notes
+
+
+def test_negative_tokens_are_refused(model: Path) -> None:
+    """A Gather would take them from the end of its table, without a word."""
+    with pytest.raises(InputError, match="token -100 is outside every vocabulary"):
+        load(np.array([[1, 2, -100]]), model)
+
+
+def test_floats_that_the_models_type_cannot_hold(tmp_path: Path) -> None:
+    """The data has no infinity; the cast would make one."""
+    text = '<ir_version: 9, opset_import: ["" : 18]> g (float[M, 64] x) => (float[M, 64] y)'
+    proto = onnx.parser.parse_model(text + " { y = MatMul(x, w) }")
+    proto.graph.initializer.append(numpy_helper.from_array(np.eye(64, dtype=np.float32), "w"))
+    onnx.save(proto, "f.onnx")
+    np.savez("d.npz", x=np.full((2, 64), 1e300))
+    with pytest.raises(InputError, match=r"x holds 1e\+300, which float32 cannot hold"):
+        load("d.npz", Path("f.onnx"))
+
+
+def test_a_sample_that_cannot_be_run_is_told_by_its_shape(model: Path) -> None:
+    ids = np.array([[1, WORDS, 2]])
+    with pytest.raises(InputError, match=r"could not run the model on input_ids \[1, 3\]"):
+        qgraph.optimize(model, solver="gptq", calibrate=ids, min_elements=64)

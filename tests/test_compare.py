@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import math
 import tempfile
@@ -24,10 +25,11 @@ from decoders import (
     tokens,
     weights,
 )
+from rich.console import Console
 
 import qgraph
-from qgraph import InputError, NumericError, comparison, paired, site_errors
-from qgraph.output_error import OutputError
+from qgraph import InputError, NumericError, comparison, comparison_view, paired, site_errors
+from qgraph.output_error import ChannelError, OutputError
 
 
 def relative(reference: np.ndarray, candidate: np.ndarray) -> float:
@@ -75,6 +77,28 @@ def test_sites_are_those_of_numpy_worst_first(pair: tuple[Path, Path]) -> None:
     assert {row.name: row.role for row in found.sites} == {
         "embed": "embedding", "up": "linear", "down": "linear", "head": "linear",
     }  # fmt: skip
+
+
+def test_channels_are_compared_up_to_a_factor() -> None:
+    rng = np.random.default_rng(0)
+    reference = rng.standard_normal((5, 40, 6)).astype(np.float32)
+    noise = 0.01 * rng.standard_normal(reference.shape).astype(np.float32)
+    scale = np.array([0.01, 3, -1, 1, 50, 7], np.float32)
+    for added in (0 * noise, noise):
+        found = ChannelError()
+        for r, c in zip(reference, (reference + added) * scale, strict=True):
+            found.add(r, c)
+        y, z = reference.reshape(-1, 6), ((reference + added) * scale).reshape(-1, 6)
+        left = [np.linalg.lstsq(z[:, [i]], y[:, i], rcond=None)[1][0] for i in range(6)]
+        wanted = np.sqrt(np.sum(left)) / np.linalg.norm(y)
+        assert found.error == pytest.approx(wanted, rel=1e-3, abs=1e-6)
+    dead = ChannelError()
+    dead.add(reference[0], reference[0] * np.array([0, 1, 1, 1, 1, 1], np.float32))
+    lost = np.linalg.norm(reference[0, :, 0]) / np.linalg.norm(reference[0])
+    assert dead.error == pytest.approx(lost)
+    assert math.isnan(ChannelError().error)
+    with pytest.raises(InputError, match="differ"):
+        dead.add(reference[0], reference[0, :3])
 
 
 def test_a_model_and_itself(pair: tuple[Path, Path]) -> None:
@@ -315,3 +339,17 @@ def test_ir_models_keep_their_outputs(tmp_path: Path) -> None:
     model = ir.load(decoder(tmp_path / "m.onnx").absolute())
     qgraph.compare(model, model, tokens(1))
     assert [value.name for value in model.graph.outputs] == ["logits"]
+
+
+def test_of_many_sites_the_worst_are_printed_unless_all_are_asked_for() -> None:
+    sites = tuple(
+        comparison.SiteRow(f"s{at}", "w", "linear", "MatMul", "MatMul", None, 1 - at / 100)
+        for at in range(25)
+    )
+    found = comparison.Comparison("a", "b", "ort-cpu", 1, 0, False, None, sites=sites)
+    for every, count in ((False, 20), (True, 25)):
+        stream = io.StringIO()
+        comparison_view.render(found, Console(file=stream, color_system=None), every=every)
+        lines = stream.getvalue().splitlines()
+        assert sum(line.startswith("s") and line[1].isdigit() for line in lines) == count
+        assert ("… and 5 more (--all shows them" in stream.getvalue()) != every

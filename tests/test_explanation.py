@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from qgraph.errors import InputError
-from qgraph.explanation import Explanation, LevelProof, ProfileRow, SiteRow
+from qgraph.explanation import Explanation, LevelProof, SiteRow
 from qgraph.report import REASONS, Step
+from qgraph.run_profile import Part, Profile, ProfileRow, RunOf
 
 CPU = "CPUExecutionProvider"
 KERNEL = "MatMulNBits bits=4 block=64 level=4"
@@ -59,11 +60,14 @@ def example() -> Explanation:
             fused("layers.1.q"),
             refused("layers.2.q", "WEIGHT_NOT_CONSTANT", "computed by node 'scale'"),
         ),
-        profile=(
-            ProfileRow("layers.0.q", "MatMulNBits", CPU, 30.0),
-            ProfileRow("layers.1.q", "MatMulNBits", CPU, 10.0),
-            ProfileRow("norm", "Mul", CPU, 40.0, 4),
-            ProfileRow("softmax", "Softmax", CPU, 20.0),
+        profile=Profile(
+            (
+                ProfileRow("layers.0.q", "MatMulNBits", CPU, 30.0, sites=("layers.0.q",)),
+                ProfileRow("layers.1.q", "MatMulNBits", CPU, 10.0, sites=("layers.1.q",)),
+                ProfileRow("norm", "Mul", CPU, 40.0, 4),
+                ProfileRow("softmax", "Softmax", CPU, 20.0),
+            ),
+            RunOf({"x": (1, 16)}, 16, 10),
         ),
         proofs=(LevelProof(4, 64, 4.2e-3, 2), LevelProof(2, 16, 0.0, 1)),
     )
@@ -96,6 +100,44 @@ def test_times_are_joined_by_node_and_shared_out() -> None:
     assert (site["ran"], site["time_us"], site["share"]) == (True, 30.0, 0.3)
 
 
+def test_what_serves_several_sites_is_shared_and_nothing_is_counted_twice() -> None:
+    both = dataclasses.replace(
+        fused("b"), many_kernel="MatMulIntegerToFloat", from_rows=6, by_rows="from 6 rows …"
+    )
+    profile = Profile(
+        (
+            ProfileRow("rows/if", "If", CPU, 8.0, sites=("a", "b")),
+            ProfileRow("x/quantize", "QuantizeLinear", CPU, 6.0, sites=("a", "b")),
+            ProfileRow("a", "MatMulNBits", CPU, 20.0, sites=("a",)),
+            ProfileRow("b/many", "MatMulIntegerToFloat", CPU, 40.0, 2, ("b",), many=True),
+            ProfileRow("norm", "Mul", CPU, 26.0),
+        ),
+        RunOf({"ids": (1, 16)}, 16, 10, "f.onnx", 50.0, {"a": 9.0, "b": 11.0}),
+    )
+    found = Explanation("m", "run", "ort-cpu", "r", (fused("a"), both), profile=profile)
+    assert profile.times == {"a": 27.0, "b": 47.0}
+    assert sum(row.microseconds or 0 for row in (*found.kernels, *found.other_ops)) == 100.0
+    assert profile.parts("b") == [
+        Part("MatMulIntegerToFloat", 2, 40.0), Part("If", 1, 4.0), Part("QuantizeLinear", 1, 3.0),
+    ]  # fmt: skip
+    assert [(row.kernel, row.microseconds, row.against_us) for row in found.kernels] == [
+        (KERNEL, 27.0, 9.0), ("MatMulIntegerToFloat", 47.0, 11.0),
+    ]  # fmt: skip
+    assert "6 rows and more" in found.kernels[1].by_rows
+    lines = rendered(found).splitlines()
+    assert lines[0].endswith(
+        "measured on 16 rows (ids 1×16), median of 10 runs: 0.10 ms, f.onnx beside 0.05 ms"
+    )
+    assert any(line.split()[-3:] == ["47.0", "%", "0.01"] for line in lines)
+    table = [line for line in lines if "from 6 rows)" in line]
+    assert [line.split()[0] for line in table] == ["b"]
+    text = rendered(found, node="b")
+    assert "47.0 µs, 47.0 %: 2 MatMulIntegerToFloat 40.0 µs, 1 If 4.0 µs" in text
+    assert "11.0 µs in f.onnx" in text
+    (site,) = [site for site in found.to_json()["sites"] if site["name"] == "b"]
+    assert (site["ran_many"], site["against_us"], site["time_us"]) == (True, 11.0, 47.0)
+
+
 def test_without_a_profile_kernels_are_installed_or_predicted_and_have_no_time() -> None:
     plain = Explanation("m", "file", "ort-cpu", "r", (fused("a"),), {"Mul": 3, "Add": 1})
     (kernel,) = plain.kernels
@@ -109,7 +151,7 @@ def test_json_is_versioned_and_carries_meaning_and_hint() -> None:
     assert data["schema"] == 1
     assert set(data) == {
         "schema", "model", "source", "target", "runtime", "summary", "totals", "total_us",
-        "sites", "kernels", "other_ops", "level_proofs", "notes",
+        "sites", "kernels", "other_ops", "level_proofs", "notes", "run", "fusions",
     }  # fmt: skip
     last = data["sites"][2]
     assert last["hint"] == REASONS["WEIGHT_NOT_CONSTANT"].hint
@@ -121,7 +163,7 @@ SITE_KEYS = {
     "name", "weight", "role", "op", "n", "k", "state", "op_now", "format", "bits", "group",
     "block", "level", "solver", "kernel", "provider", "origin", "reason", "detail", "error",
     "shared_with", "float_bytes", "packed_bytes", "steps", "module", "meaning", "hint", "ran",
-    "time_us", "share", "by_rows",
+    "time_us", "share", "by_rows", "many_kernel", "from_rows", "ran_many", "parts", "against_us",
 }  # fmt: skip
 
 
@@ -213,6 +255,33 @@ def test_kernels_and_other_operators_add_up_to_the_run() -> None:
     plain = Explanation("m", "file", "ort-cpu", "r", (fused("a"),), {"Mul": 3})
     (heading,) = [line for line in rendered(plain).splitlines() if "other operators" in line]
     assert heading == "other operators"
+
+
+def test_of_many_sites_the_worst_are_shown_unless_all_are_asked_for() -> None:
+    sites = [dataclasses.replace(fused(f"s{at:02}"), float_bytes=at) for at in range(30)]
+    sites[3] = refused("s03", "WEIGHT_RANK")
+    found = Explanation("m", "file", "ort-cpu", "r", tuple(sites))
+
+    def shown(explanation: Explanation, **options: bool) -> list[str]:
+        stream = io.StringIO()
+        console = Console(file=stream, color_system=None)
+        explanation.render(console, **options)
+        text = stream.getvalue()
+        assert ("20 of 30" in text) != options.get("every", False)
+        start = text.index("\nsites (")
+        return [
+            word
+            for word in text[start : text.index("\n\n", start)].split()
+            if word[0] == "s" and word[1:].isdigit()
+        ]
+
+    assert shown(found) == ["s03", *(f"s{at:02}" for at in range(29, 10, -1))]
+    assert shown(found, every=True) == [f"s{at:02}" for at in range(30)]
+    rows = [ProfileRow(f"n{at}", "X", CPU, 1.0 + at % 7, sites=(f"s{at:02}",)) for at in range(30)]
+    ran = dataclasses.replace(found, source="run", profile=Profile(tuple(rows)))
+    times = [ran.profile.times[name] for name in shown(ran)]
+    assert times == sorted(times, reverse=True)
+    assert min(times) >= sorted(ran.profile.times.values())[9]
 
 
 def test_names_are_no_markup_and_steer_no_terminal() -> None:

@@ -11,44 +11,19 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from one_matmul import MATMUL, save, weight
+from onnx import helper, numpy_helper
 
 import qgraph
+from qgraph.check import LOST
 from qgraph.formats.base import parse
-
-FLOAT = TensorProto.FLOAT
-
-
-def weight(n: int, k: int, fmt: str = "int4:group=32") -> np.ndarray:
-    """`[n, k]` that lies on the grid of a format, so that rounding changes nothing."""
-    import onnx_ir as ir
-
-    spec = parse(fmt)
-    rows = np.random.default_rng(0).standard_normal((n, k)).astype(np.float32)
-    return spec.dequantize(spec.quantize(rows, ir.DataType.FLOAT))
-
-
-def save(path: Path, node: onnx.NodeProto, array: np.ndarray, extra: Any = None) -> Path:
-    """x `[B, 64]` → `node` with weight `w` → y."""
-    kind = helper.np_dtype_to_tensor_dtype(array.dtype)
-    nodes = [node, *(extra or [])]
-    graph = helper.make_graph(
-        nodes, "g", [helper.make_tensor_value_info("x", kind, ["B", 64])],
-        [helper.make_tensor_value_info(nodes[-1].output[0], kind, None)],
-        [numpy_helper.from_array(array, "w")],
-    )  # fmt: skip
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-    return path
+from qgraph.runtimes.ort import OrtRuntime
 
 
 def run(path: Path, dtype: Any = np.float32) -> np.ndarray:
     x = np.random.default_rng(1).standard_normal((5, 64)).astype(dtype)
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return np.asarray(session.run(None, {"x": x})[0])
-
-
-MATMUL = helper.make_node("MatMul", ["x", "w"], ["y"], "mm")
 
 
 @pytest.mark.parametrize("target", ["ort-cpu", "qdq"])
@@ -82,12 +57,68 @@ def test_a_float16_weight_whose_scales_underflow_stays_float(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("options", [{}, {"format": "int8", "accuracy_level": 0}])
 def test_a_portable_site_that_misses_its_check_ends_as_float(
-    tmp_path: Path, options: dict[str, Any]
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    huge = (weight(24, 64).T * 1e37).astype(np.float32)
-    source = save(tmp_path / "m.onnx", MATMUL, huge)
+    right = OrtRuntime.run
+    monkeypatch.setattr(
+        OrtRuntime, "run",
+        lambda *given: [{k: v * np.nan for k, v in found.items()} for found in right(*given)],
+    )  # fmt: skip
+    source = save(tmp_path / "m.onnx", MATMUL, weight(24, 64).T.copy())
     with pytest.raises(qgraph.CoverageError, match="FAILED_CHECK"):
         qgraph.optimize(source, tmp_path / "o.onnx", unfused="portable", **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "alpha", "offered"), [(np.float16, 100.0, True), (np.float32, 1.0, False)]
+)
+def test_a_way_out_is_not_the_type_that_the_model_has(
+    tmp_path: Path, dtype: Any, alpha: float, offered: bool
+) -> None:
+    top = np.finfo(dtype).max
+    huge = np.zeros((64, 64), dtype)
+    huge[0, 3], huge[1, 3] = top, -top
+    node = helper.make_node("Gemm", ["x", "w"], ["y"], "mm", alpha=alpha)
+    more = [helper.make_node("Identity", ["y"], ["z"], "out")]
+    source = save(tmp_path / "m.onnx", node, huge, more)
+    with pytest.raises(qgraph.InputError, match="its scale does not fit") as caught:
+        qgraph.optimize(source, tmp_path / "o.onnx", format="uint4", group=32, accuracy_level=0)
+    assert "--exclude 'w'" in str(caught.value)
+    assert ("convert the model to float32" in str(caught.value)) == offered
+
+
+def test_weights_may_be_far_off_where_their_outputs_are_not(tmp_path: Path) -> None:
+    """At 2 bits gptq gives up the weights' own error for that of the outputs."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((400, 20)) @ rng.standard_normal((20, 64))
+    x = (x + 0.01 * rng.standard_normal(x.shape)).astype(np.float32)
+    source = save(tmp_path / "m.onnx", MATMUL, rng.standard_normal((64, 48)).astype(np.float32))
+    result = qgraph.optimize(
+        source, tmp_path / "o.onnx", format="int2:group=32", solver="gptq", calibrate=[{"x": x}],
+        accuracy_level=0,
+    )  # fmt: skip
+    (step,) = [step for step in result.report.steps if step.pass_name == "solve"]
+    assert step.error is not None
+    assert step.error > LOST
+    y, wanted = (
+        ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+        for path in (tmp_path / "o.onnx", source)
+    )
+    assert np.linalg.norm(y - wanted) < 0.5 * np.linalg.norm(wanted)
+
+
+def test_outputs_that_are_lost_are_refused_whatever_the_solver(tmp_path: Path) -> None:
+    """Scales below float16's normal numbers: the codes are all but zero."""
+    rng = np.random.default_rng(0)
+    tiny = (rng.standard_normal((64, 24)) * 1e-6).astype(np.float16)
+    more = [helper.make_node("Identity", ["y"], ["z"], "out")]
+    source = save(tmp_path / "m.onnx", MATMUL, tiny, more)
+    x = rng.standard_normal((300, 64)).astype(np.float16)
+    with pytest.raises(qgraph.CoverageError, match="WEIGHT_LOST"):
+        qgraph.optimize(
+            source, tmp_path / "o.onnx", format="int4:group=32", solver="gptq", calibrate=[{"x": x}]
+        )
+    assert not (tmp_path / "o.onnx").exists()
 
 
 def test_a_data_file_that_another_model_names_is_kept(tmp_path: Path) -> None:
@@ -96,6 +127,36 @@ def test_a_data_file_that_another_model_names_is_kept(tmp_path: Path) -> None:
     qgraph.optimize(source, tmp_path / "o.onnx")
     qgraph.optimize(source, tmp_path / "o", format="int8")
     assert np.isfinite(run(tmp_path / "o.onnx")).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, False),
+        ({"format": "fp8-e4m3"}, False),
+        ({"format": "int8:group=32"}, True),
+        ({"activations": "int8-row"}, True),
+        ({"format": "fp8-e4m3", "solver": "hqq"}, True),
+    ],
+)
+def test_quantized_weights_that_stay_as_they_are_are_told(
+    tmp_path: Path, options: dict[str, Any], told: bool
+) -> None:
+    source = save(tmp_path / "m.onnx", MATMUL, weight(64, 64))
+    qgraph.optimize(source, tmp_path / "q.onnx", format="fp8-e4m3")
+    result = qgraph.optimize(tmp_path / "q.onnx", tmp_path / "o.onnx", **options)
+    assert [item.format for item in result.plan.decisions] == ["fp8-e4m3"]
+    assert any("keep their codes (fp8-e4m3)" in note for note in result.report.notes) == told
+
+
+@pytest.mark.parametrize("fmt", ["int4:group=32", "mxfp8"])
+def test_packed_weights_become_no_floats_at_load(tmp_path: Path, fmt: str) -> None:
+    source = save(tmp_path / "m.onnx", MATMUL, weight(64, 64))
+    qgraph.optimize(source, tmp_path / "q.onnx", format=fmt)
+    result = qgraph.optimize(tmp_path / "q.onnx", tmp_path / "o.onnx", dequantize_at_load=True)
+    assert [item.kernel for item in result.plan.decisions] != ["DequantizeAtLoad"]
+    (note,) = [note for note in result.report.notes if "at load" in note or "is loaded" in note]
+    assert note.startswith("0 linears become floats")
 
 
 def test_weights_that_are_no_linears_are_told(tmp_path: Path) -> None:
@@ -162,6 +223,46 @@ def test_recipes_of_wrong_types(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.toml").write_text(text, encoding="utf-8")
     with pytest.raises(qgraph.InputError, match=r"r\.toml"):
         qgraph.Recipe.from_toml(tmp_path / "r.toml")
+
+
+def test_a_set_that_sets_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('[[set]]\nselector = "role:head"\n', encoding="utf-8")
+    with pytest.raises(qgraph.InputError, match=r"r\.toml: .*role:head.*format.*solver or activ"):
+        qgraph.Recipe.from_toml(tmp_path / "r.toml")
+    with pytest.raises(qgraph.InputError, match="says nothing"):
+        qgraph.Override("role:head")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('selector = ["a"]\nformat = "int4"', "takes texts"),
+        ('selector = "a"\nformat = 4', "takes texts"),
+        ('selector = ""\nformat = "int4"', "says nothing"),
+        ('selector = "a"\nsolver = ""', "says nothing"),
+    ],
+)
+def test_a_set_of_other_values_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "r.toml").write_text(f"[[set]]\n{text}\n", encoding="utf-8")
+    with pytest.raises(qgraph.InputError, match=rf"r\.toml: .*{words}"):
+        qgraph.Recipe.from_toml(tmp_path / "r.toml")
+
+
+@pytest.mark.parametrize("text", ["a=int4,solver=", "a=int4,solver=gptq,solver=rtn"])
+def test_a_set_that_names_a_solver_badly_is_refused(text: str) -> None:
+    with pytest.raises(qgraph.InputError, match=r"says nothing|once"):
+        qgraph.Override.parse(text)
+
+
+@pytest.mark.parametrize("wrong", ["NF4", "Nf4", "MXFP4", "Int8-Row"])
+def test_a_name_in_the_wrong_case_is_recognized(wrong: str) -> None:
+    with pytest.raises(qgraph.InputError, match=rf"did you mean '{wrong.lower()}'\?"):
+        parse(wrong)
+
+
+def test_the_beginning_of_a_name_is_recognized() -> None:
+    with pytest.raises(qgraph.InputError, match="did you mean 'fp8-e4m3' or 'fp8-e5m2'"):
+        parse("fp8")
 
 
 @pytest.mark.parametrize("selector", ["first:²", "last:0", "first:" + "9" * 5000, "role:heads"])

@@ -116,7 +116,7 @@ def test_other_models_lose_output_error(tmp_path: Path) -> None:
     assert bits(result) <= 6.0
     assert 0 < result.report.totals["budget"]["measured"] < 0.01
     assert any("relative output error" in note for note in result.report.notes)
-    with pytest.raises(InputError, match="gives no logits"):
+    with pytest.raises(InputError, match=r"gives no logits .* leave it out"):
         qgraph.optimize(source, tmp_path / "o.onnx", calibrate=feeds, max_kl=0.1, force=True)
 
 
@@ -144,6 +144,28 @@ def test_budgets_take_data(model: Path) -> None:
 def test_budgets_that_are_too_small(model: Path) -> None:
     with pytest.raises(InputError, match=r"take at least 3\.06 bits a weight \(29 × uint2"):
         qgraph.optimize(model, calibrate=DATA, target_bits=2.0)
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        ({"target_bits": 100.0}, "--target-bits 100: all weights may stay floats"),
+        ({"max_size": 10**11}, r"--max-size 1e\+05 MB: all weights may stay floats"),
+    ],
+)
+def test_budgets_that_floats_keep(model: Path, options: dict[str, Any], words: str) -> None:
+    """Nothing would be quantized; where floats are no candidate, the best format is taken."""
+    with pytest.raises(InputError, match=words):
+        qgraph.optimize(model, calibrate=DATA, **options)
+    narrow = {"candidates": ("int8:group=64",), "dry_run": True}
+    found = qgraph.optimize(model, calibrate=DATA, **narrow, **options)
+    assert all(item.quantized for item in found.plan.decisions)
+
+
+@pytest.mark.parametrize("text", ["9" * 400 + "MB", "9999999999GB"])
+def test_sizes_that_no_file_has(text: str) -> None:
+    with pytest.raises(InputError, match="a number of bytes that a file can have"):
+        parse_size(text)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from qgraph.runtimes.ort import CPU
 from qgraph.tune_table import Candidate, Machine, Measured, Table
 
 N, K = 96, 256
-W8A8 = Candidate("int8-row", "int8-row")
+W8A8 = Candidate("int8-pairs", "int8-row")
 HERE = Machine("CPU", 1, "Runtime")
 UINT4, INT8 = "uint4:group=64", "int8:group=64"
 
@@ -75,13 +75,30 @@ def test_by_rule(graph: Any) -> None:
     few = linear(graph, Table(HERE), purpose="decode")
     assert (few.format, few.activations, few.many) == (UINT4, None, None)
     prompt = linear(graph, Table(HERE), purpose="prefill")
-    assert (prompt.format, prompt.activations, prompt.many) == ("int8-row", "int8-row", None)
+    assert (prompt.format, prompt.activations, prompt.many) == ("int8-pairs", "int8-row", None)
     both = linear(graph, Table(HERE), purpose="both")
-    assert (both.format, both.many.format, both.many.from_rows) == (UINT4, "int8-row", FROM_ROWS)
+    assert (both.format, both.many.format, both.many.from_rows) == (UINT4, "int8-pairs", FROM_ROWS)
     assert both.packed_bytes == few.packed_bytes + prompt.packed_bytes
     for decision in (few, prompt, both):
         assert "by rule" in decision.detail
     assert f"from {FROM_ROWS} rows {both.many.kernel}" in both.detail
+
+
+@pytest.mark.parametrize("purpose", ["prefill", "both"])
+def test_a_size_without_times_of_integer_kernels_goes_by_rule_and_says_so(
+    graph: Any, purpose: str
+) -> None:
+    """A table may be of a version that measured other candidates."""
+    part = table(uint4={1: 1.0, 256: 2.0}, float={1: 1.0, 256: 3.0})
+    plan, notes = planned(graph, part, purpose=purpose)
+    assert "by rule" in plan["linear"].detail
+    rounded = plan["linear"].many if purpose == "both" else plan["linear"]
+    assert rounded.activations == "int8-row"
+    assert len(notes) == 1
+    assert notes[0].startswith(f"--for {purpose} goes by rule for 2 of 2 linears")
+    # What was tried and does not run is no reason to go by rule.
+    part.seconds |= {Measured(N, K, "float", W8A8.name, rows): None for rows in (1, 256)}
+    assert "by measured times" in planned(graph, part, purpose=purpose)[0]["linear"].detail
 
 
 def test_heads_are_chosen_like_others(graph: Any) -> None:
@@ -109,7 +126,7 @@ def test_nearly_as_fast_leaves_what_was_asked_for(graph: Any) -> None:
 
 def test_of_nearly_equal_ones_prefill_takes_the_weight_of_more_bits(graph: Any) -> None:
     near = table(uint4={256: 1.0}, w8a8={256: 1.09})
-    assert linear(graph, near, purpose="prefill").format == "int8-row"
+    assert linear(graph, near, purpose="prefill").format == "int8-pairs"
 
 
 def test_a_faster_group_is_taken_where_the_group_was_left_open(graph: Any) -> None:
@@ -124,9 +141,10 @@ def test_slower_than_float_is_said(graph: Any) -> None:
     found, notes = planned(graph, slow, purpose="prefill")
     assert found["linear"].reason == "SLOWER_THAN_FLOAT_AT_M"
     assert found["linear"].quantized
-    assert notes == [
-        f"{N}×{K}, 1 linear: at 256 rows int8-row × int8-row 1.5e+03 ms, "
-        "uint4:group=64 2e+03, float 1e+03"
+    assert notes[0].startswith("--for prefill goes by rule for 1 of 2 linears")  # the head
+    assert notes[1:] == [
+        f"{N}×{K}, 1 linear: at 256 rows float 1e+03 ms, "
+        "int8-pairs × int8-row (u8s8) 1.5e+03 ms (taken), uint4:group=64 2e+03 ms"
     ]
 
 
@@ -205,7 +223,7 @@ def test_what_is_measured(graph: Any) -> None:
     names = [way.name for way in ways]
     assert names[0] == FLOAT
     assert {"uint4:group=32", "uint4:group=128", INT8, "int4:group=16"} <= set(names)
-    assert {"int8-row × int8", "int8-row × int8-row"} <= set(names)
+    assert {"int8-pairs × int8 (u8s8)", "int8-pairs × int8-row (u8s8)"} <= set(names)
     assert len(names) == len(set(names)) == 10
     sizes = sizes_of(graph.sites(), recipe, CPU.capabilities())
     assert sizes == [(N, K, "float", ROWS["both"]), (4 * N, N, "float", ROWS["both"])]

@@ -13,12 +13,14 @@ import onnx_ir as ir
 import pytest
 from decoders import decoder, tokens
 from onnx import TensorProto, helper, numpy_helper
+from safetensors.numpy import load_file
 
 import qgraph
 from qgraph import check
 from qgraph.check_kernels import Verdict
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, parse
+from qgraph.formats.pairs import fit_16_bits
 from qgraph.recipe import Override, Recipe
 from qgraph.runtimes import ort_kernels
 
@@ -43,7 +45,7 @@ def test_the_written_file_tells_what_was_made(kind: str, outliers: int, tmp_path
     op = "DynamicQuantizeMatMul" if kind == "int8" else "MatMulIntegerToFloat"
     for name in ("up", "down"):
         decision = result.plan[name]
-        assert (decision.format, decision.activations) == ("int8-row", kind)
+        assert (decision.format, decision.activations) == ("int8-pairs", kind)
         assert decision.outliers == outliers
         assert decision.kernel is not None and decision.kernel.startswith(f"{op} uint8 × ")
     found = qgraph.explain(out)
@@ -51,7 +53,7 @@ def test_the_written_file_tells_what_was_made(kind: str, outliers: int, tmp_path
     assert set(rows) == {"embed", "up", "down", "head"}
     for name in ("up", "down"):
         row = rows[name]
-        assert (row.state, row.format, row.bits) == ("fused", "int8-row", 8)
+        assert (row.state, row.format, row.bits, row.reason) == ("fused", "int8-pairs", 8, None)
         assert row.kernel == result.plan[name].kernel
         assert (row.n, row.k) == (result.plan[name].n, result.plan[name].k)
     assert found.coverage.linears_quantized == 3
@@ -165,46 +167,98 @@ def test_with_a_solver_that_scales_channels(tmp_path: Path) -> None:
     assert error < 0.03 * np.linalg.norm(reference["logits"])
 
 
-@pytest.fixture
-def signed_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if this processor never saturated."""
-    monkeypatch.setattr(ort_kernels, "mixed_signs_are_exact", lambda: True)
+@pytest.fixture(params=[False, True], ids=["saturates", "exact"])
+def exact(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """As if this processor added pairs of products in 16 bits, or never saturated."""
+    monkeypatch.setattr(ort_kernels, "mixed_signs_are_exact", lambda: request.param)
     ort_kernels.rules.cache_clear()
-    yield
+    yield request.param
     ort_kernels.rules.cache_clear()
 
 
-@pytest.mark.usefixtures("signed_everywhere")
-def test_weights_are_unsigned_wherever_a_file_is_made(tmp_path: Path) -> None:
-    """It may be run where products of unsigned and signed bytes saturate."""
+@pytest.mark.usefixtures("exact")
+def test_signed_weights_are_those_whose_products_fit(tmp_path: Path) -> None:
+    """Wherever a file is made, it may be run where other pairs saturate."""
     source, out = decoder(tmp_path / "m.onnx"), tmp_path / "o.onnx"
-    kernel = made(source, out, "int8-row").plan["up"].kernel
-    assert kernel == "MatMulIntegerToFloat uint8 × uint8 rows=dynamic"
+    for fmt, number in (("auto", "int8"), ("int8-row", "uint8")):
+        decision = made(source, out, "int8-row", format=fmt, force=True).plan["up"]
+        assert decision.kernel == f"MatMulIntegerToFloat uint8 × {number} rows=dynamic"
+        assert decision.reason is None
+        assert next(row for row in qgraph.explain(out).sites if row.name == "up").reason is None
 
 
-@pytest.mark.parametrize("exact", [False, True])
+def test_signed_codes_that_a_solver_chose_fit_as_well(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    source, out = decoder(tmp_path / "m.onnx"), tmp_path / "o.onnx"
+    asked = {"calibrate": tokens(4), "strict": True, "embedding": "float", "min_elements": 64}
+    options = {"quantize_gptq.sweeps": "2", "quantize_gptq.refit": "true"}
+    result = qgraph.optimize(
+        source, out, activations="int8-row", solver="smoothquant+gptq", options=options, **asked
+    )
+    assert result.plan["up"].solver == "smoothquant+gptq"
+    weights = [array for array in stored(out) if array.dtype == np.int8 and array.ndim == 2]
+    assert len(weights) == 3
+    assert all(fit_16_bits(each.T) for each in weights)
+    sums = [np.abs(each[::2].astype(int) + each[1::2]) for each in weights]
+    assert max(int(each.max()) for each in sums) > 90
+
+
+def stored(path: Path) -> list[Array]:
+    """The constants of a file."""
+    return [numpy_helper.to_array(each) for each in onnx.load(path).graph.initializer]
+
+
+@pytest.mark.parametrize("fits", [False, True])
 def test_signed_weights_of_others_are_told_where_they_saturate(
-    exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exact: bool, fits: bool, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(ort_kernels, "mixed_signs_are_exact", lambda: exact)
-    ort_kernels.rules.cache_clear()
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>'
         "g (float[m, 64] x) => (float[m, 32] y) "
         "{ y = com.microsoft.DynamicQuantizeMatMul(x, codes, scales) }"
     )
     for name, array in {
-        "codes": np.ones((64, 32), np.int8),
+        "codes": np.full((64, 32), 64 if fits else 65, np.int8),
         "scales": np.ones(32, np.float32),
     }.items():
         model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     onnx.save(model, tmp_path / "m.onnx")
-    try:
-        (row,) = qgraph.explain(tmp_path / "m.onnx").sites
-    finally:
-        ort_kernels.rules.cache_clear()
+    (row,) = qgraph.explain(tmp_path / "m.onnx").sites
     assert row.state == "fused"
-    assert row.reason == (None if exact else "SATURATES_HERE")
+    assert row.reason == (None if exact or fits else "SATURATES_HERE")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_float16_model_from_the_recipe_to_the_file(kind: str, tmp_path: Path) -> None:
+    source, half, out = decoder(tmp_path / "m.onnx"), tmp_path / "h.onnx", tmp_path / "o.onnx"
+    model = onnx.load(source)
+    for tensor in model.graph.initializer:
+        array = numpy_helper.to_array(tensor)
+        if array.dtype == np.float32:
+            tensor.CopyFrom(numpy_helper.from_array(array.astype(np.float16), tensor.name))
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT16
+    onnx.save(model, half)
+    decision = made(half, out, kind, 3, strict=True).plan["up"]
+    assert (decision.activations, decision.reason) == (kind, None)
+    reference, found = (qgraph.open(f).run({"input_ids": tokens(2)}) for f in (source, out))
+    assert found["logits"].dtype == np.float16
+    error = np.linalg.norm(found["logits"] - reference["logits"])
+    assert error < 0.03 * np.linalg.norm(reference["logits"])
+    rows = {row.name: row for row in qgraph.explain(out).sites}
+    assert (rows["up"].kernel, rows["up"].reason) == (decision.kernel, None)
+    compared = {row.name: row for row in qgraph.compare(half, out, tokens(2)).sites}
+    assert compared["up"].kernel_ratio is not None and compared["up"].kernel_ratio < 1
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "bitsandbytes"])
+def test_weights_go_into_checkpoints_code_for_code(layout: str, tmp_path: Path) -> None:
+    """Layouts of 8-bit rows hold them, whatever was taken care of besides."""
+    source, out = decoder(tmp_path / "m.onnx"), tmp_path / "o.onnx"
+    made(source, out, "int8-row")
+    qgraph.export_checkpoint(out, tmp_path / "c", layout=layout)
+    found = load_file(tmp_path / "c" / "model.safetensors")
+    codes = next(each for each in stored(out) if each.shape == found["up.weight"].T.shape)
+    np.testing.assert_array_equal(found["up.weight"], codes.T)
 
 
 def test_where_no_integer_kernel_is_right_activations_stay_floats(
@@ -242,16 +296,17 @@ def test_a_dry_run_needs_no_data(tmp_path: Path) -> None:
     )
     assert found.plan["up"].kernel is not None
     assert found.plan["up"].kernel.endswith(" static")
+    assert "--activations int8-static takes calibration data" in found.lacks
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"activations": "int8-static"}, "calibration data says .* give --calibrate FILE"),
+        ({"activations": "int8-static"}, "int8-static takes calibration data.* --calibrate FILE"),
         ({"activations": "int8-row", "outliers": 2}, "which columns are outliers"),
-        ({"activations": "int8", "format": "uint4"}, "contradict each other.*int8-row"),
-        ({"activations": "int8", "group": 64}, "contradict each other.*int8-row"),
-        ({"overrides": ["up=uint4,activations=int8"]}, "contradict each other.*int8-row"),
+        ({"activations": "int8", "format": "uint4"}, "contradict each other.*int8-pairs"),
+        ({"activations": "int8", "group": 64}, "contradict each other.*int8-pairs"),
+        ({"overrides": ["up=uint4,activations=int8"]}, "contradict each other.*int8-pairs"),
         ({"activations": "int9"}, "did you mean 'int8'"),
         ({"overrides": ["up=activations=int9"]}, "did you mean 'int8'"),
         ({"outliers": 2}, "add --activations int8-row"),
@@ -281,7 +336,7 @@ def test_static_scales_in_a_q_dq_graph(tmp_path: Path) -> None:
     error = np.linalg.norm(found["logits"] - reference["logits"])
     assert error < 0.03 * np.linalg.norm(reference["logits"])
     rows = {row.name: row for row in qgraph.explain(out).sites}
-    assert rows["up"].state == "qdq" and rows["up"].format == "int8-row"
+    assert rows["up"].state == "qdq" and rows["up"].format == "int8-pairs"
     assert rows["up"].reason == "ACTIVATION_QUANTIZED"
 
 
@@ -292,7 +347,7 @@ def test_overrides_say_it_for_some_sites(tmp_path: Path) -> None:
         overrides=["down=activations=int8-row"],
     )  # fmt: skip
     assert (found.plan["up"].format, found.plan["up"].activations) == ("uint4:group=32", None)
-    assert (found.plan["down"].format, found.plan["down"].activations) == ("int8-row", "int8-row")
+    assert (found.plan["down"].format, found.plan["down"].activations) == ("int8-pairs", "int8-row")
     found = qgraph.optimize(
         source, dry_run=True, min_elements=64, activations="int8-row",
         overrides=["up=activations=float", "head=activations=int8"],

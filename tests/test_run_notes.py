@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from decoders import decoder
 
 import qgraph
 from qgraph.models import tiny
-from qgraph.run_notes import check_report, output_file, write_report
+from qgraph.run_notes import check_report, output_file, plan_notes, write_report
 
 
 def test_a_report_that_can_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -114,3 +115,23 @@ def test_levels_that_contradict_each_other_are_both_named(
 @pytest.mark.parametrize("level,option", [("0", "0"), ("4", "4"), ("auto", "4"), ("auto", "auto")])
 def test_levels_that_agree_are_fine(level: str, option: str) -> None:
     assert qgraph.Recipe(accuracy_level=level, options={LEVEL: option}).options[LEVEL] == option
+
+
+def test_second_weights_and_row_scales_are_told_as_a_whole(tmp_path: Path) -> None:
+    source = decoder(tmp_path / "m.onnx")
+    plan = qgraph.optimize(source, dry_run=True, purpose="both").plan
+    many = [item.many for item in plan.decisions if item.many is not None]
+    (note,) = [note for note in plan_notes(plan) if "second weight" in note]
+    size = sum(each.packed_bytes for each in many) / 1e6
+    assert note.startswith(
+        f"{len(many)} linears have a second weight, for {many[0].from_rows} rows and more: "
+        f"{size:.1f} of "
+    )
+    found = qgraph.optimize(source, dry_run=True, format="int8-row").report.notes
+    (note,) = [note for note in found if note.startswith("int8-row has one scale to a row")]
+    assert "block=128" in note
+    for options in ({"format": "uint4"}, {"activations": "int8-row"}):
+        told = qgraph.optimize(source, dry_run=True, **options).report.notes
+        assert not [
+            note for note in told if "second weight" in note or "one scale to a row" in note
+        ]

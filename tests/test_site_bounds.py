@@ -80,10 +80,43 @@ def test_scaled_channels_leave_the_kernel_s_ratio_alone(tmp_path: Path) -> None:
     source, out = decoder(tmp_path / "m.onnx"), tmp_path / "o.onnx"
     data = tokens(4)
     qgraph.optimize(source, out, format="uint4", group=32, solver="awq", calibrate=data)
-    found = rows(source, out)
-    assert "awq" in {item["solver"] for item in metadata(out)["sites"].values()}
-    assert found["down"].own_error is None
-    assert found["down"].kernel_ratio is not None and found["down"].kernel_ratio < 1
+    compared = qgraph.compare(source, out, tokens(2))
+    found = {row.name: row for row in compared.sites}
+    noted = metadata(out)["sites"]
+    assert "awq" in {item["solver"] for item in noted.values()}
+    for name in ("up", "down"):
+        assert found[name].own_error is None
+        assert found[name].kernel_ratio is not None and found[name].kernel_ratio < 1
+    assert [note.partition(":")[0] for note in compared.notes] == [
+        f"{sum('rows_scaled_for' in item for item in noted.values())} sites give channels that "
+        "are scaled for the next",
+        f"{sum('inputs_scaled' in item for item in noted.values())} sites read channels that are "
+        "scaled",
+    ]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_the_error_of_scaled_outputs_is_not_their_scale(marked: bool, tmp_path: Path) -> None:
+    """Of the rows of `up`, which are divided by what the columns of `down` are multiplied by."""
+    source, out = decoder(tmp_path / "m.onnx"), tmp_path / "o.onnx"
+    w = weights()
+    w["down.weight"] *= np.geomspace(0.05, 20, len(w["down.weight"]), dtype=np.float32)[:, None]
+    decoder(source, w)
+    given: dict[str, Any] = {"format": "uint8", "group": 16, "embedding": "float"}
+    qgraph.optimize(source, out, solver="awq", calibrate=tokens(4), **given)
+    noted = metadata(out)["sites"]
+    assert noted["up"]["rows_scaled_for"] == "down"
+    assert noted["down"]["inputs_scaled"] == "linear"
+    if not marked:  # as files were once: there nobody knows
+        proto = onnx.load(out)
+        for prop in proto.metadata_props:
+            prop.value = prop.value.replace("rows_scaled_for", "x").replace("inputs_scaled", "y")
+        onnx.save(proto, out)
+    compared = qgraph.compare(source, out, tokens(2))
+    found = {row.name: row for row in compared.sites}
+    assert (found["up"].error < 0.02) == marked
+    assert found["head"].error < 0.02
+    assert found["up"].own_error is found["down"].own_error is None
 
 
 def metadata(path: Path) -> Any:

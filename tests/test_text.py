@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from qgraph import InputError, MissingExtra
-from qgraph.text import read_samples, token_blocks
+from qgraph.text import longest_sample, read_samples, token_blocks
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def test_wrong_files(tmp_path: Path, text: Path, tokenizer: Path) -> None:
 
 def test_without_tokenizers(text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'qgraph\[text\]'.*--data"):
+    with pytest.raises(MissingExtra, match=r"pip install tokenizers, or '\.\[text\]'.*--data"):
         token_blocks(text, tokenizer)
 
 
@@ -112,6 +115,29 @@ def test_npz_never_unpickles(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="plain arrays"):
         list(read_samples(write_npz(tmp_path, x=np.array([Pickled()], object))))
     assert not trap.exists()
+
+
+def test_an_archive_of_other_things(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "data.npz", "w") as archive:
+        archive.writestr("notes.txt", "hello")
+    with pytest.raises(InputError, match=r"its member notes\.txt is no array"):
+        list(read_samples(tmp_path / "data.npz"))
+
+
+def test_nobody_is_told_to_unpickle(tmp_path: Path) -> None:
+    (tmp_path / "data.npz").write_bytes(pickle.dumps([1]))
+    with pytest.raises(InputError, match="it holds Python objects") as caught:
+        list(read_samples(tmp_path / "data.npz"))
+    assert "allow_pickle" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["data.npz", "data.jsonl"])
+def test_a_pipe_is_no_data(tmp_path: Path, name: str) -> None:
+    """Nobody writes into it: reading would wait for ever."""
+    os.mkfifo(tmp_path / name)
+    for read in (lambda path: list(read_samples(path)), lambda path: longest_sample(path, 1)):
+        with pytest.raises(InputError, match="no regular file"):
+            read(tmp_path / name)
 
 
 def test_damaged_files(tmp_path: Path) -> None:

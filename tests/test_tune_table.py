@@ -104,6 +104,7 @@ def test_a_folder_that_cannot_be_written_names_the_way_out(
         saved()
 
 
-def test_candidates_are_named_by_format_and_activations() -> None:
+def test_candidates_are_named_by_format_activations_and_signs() -> None:
     assert Candidate("uint4:group=64").name == "uint4:group=64"
-    assert Candidate("int8-row", "int8").name == "int8-row × int8"
+    assert Candidate("int8-row", "int8").name == "int8-row × int8 (u8u8)"
+    assert Candidate("int8-pairs", "int8-row").name == "int8-pairs × int8-row (u8s8)"

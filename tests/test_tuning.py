@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ import qgraph
 from qgraph import tuning
 from qgraph.errors import InputError
 from qgraph.one_op import float_linear
+from qgraph.progress import Silent
 from qgraph.purposes import ROWS
 from qgraph.runtimes.ort import CPU
-from qgraph.timing import Timing
+from qgraph.timing import ROUND_SECONDS, Timing
 from qgraph.tune_table import Candidate, load
+from qgraph.user_cache import cache_folder
 
 SIZES = [(HIDDEN, WIDTH), (WIDTH, HIDDEN), (VOCABULARY, WIDTH)]
 Tried = list[tuple[tuple[int, int], list[str], list[int]]]
@@ -59,7 +63,7 @@ def test_each_size_is_measured_once_with_all_candidates(model: Path, tried: Trie
     for _, names, rows in tried:
         assert rows == list(ROWS["both"])
         assert names[0] == "float"
-        assert {"uint4:group=32", "int8:group=64", "int8-row × int8-row"} <= set(names)
+        assert {"uint4:group=32", "int8:group=64", "int8-pairs × int8-row (u8s8)"} <= set(names)
     found = result.plan["up"]
     assert (found.format, found.many) == ("uint4:group=64", None)
     assert "by measured times" in found.detail
@@ -72,6 +76,67 @@ def test_only_rows_that_are_missing_are_measured(model: Path, tried: Tried) -> N
     tuned(model, "decode")
     tuned(model, "both")
     assert [rows for _, _, rows in tried] == [[1]] * 3 + [[4, 16, 64, 256]] * 3
+
+
+def test_how_much_is_to_be_measured_is_told_before(model: Path, tried: Tried) -> None:
+    """Products at least as long as a round takes, and that many more for larger ones."""
+
+    class Said(Silent):
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def finish(self, summary: str = "") -> None:
+            if "about" in summary:
+                assert not tried
+                self.lines.append(summary)
+
+    for expected in (True, False):
+        said = Said()
+        qgraph.optimize(
+            model, dry_run=True, purpose="decode", tune=True, min_elements=1, progress=said
+        )
+        if expected:
+            (line,) = said.lines
+            found = re.fullmatch(r"(\d+) times of 3 sizes, about (\d+) s", line)
+            assert found is not None
+            count = sum(len(names) * len(rows) for _, names, rows in tried)
+            assert int(found[1]) >= count
+            assert int(found[2]) >= count * tuning.ROUNDS * ROUND_SECONDS * 0.9
+        else:
+            assert said.lines == []
+        tried.clear()
+
+
+def test_a_cache_that_cannot_be_written_is_told_before_anything_is_measured(
+    model: Path, tried: Tried, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("QGRAPH_CACHE", str(tmp_path / "file"))
+    with pytest.raises(InputError, match=r"cannot be kept in .*; QGRAPH_CACHE names"):
+        tuned(model, "prefill")
+    assert not tried
+
+
+def test_what_was_measured_before_an_interruption_is_kept(
+    model: Path, tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Size by size, in files that are never half written."""
+    real = tuning.time_alone
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        if len(tried) == 1:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(tuning, "time_alone", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(model, "prefill")
+    (file,) = (cache_folder() / "tune").iterdir()
+    assert len({(row["n"], row["k"]) for row in json.loads(file.read_text())["measured"]}) == 1
+    monkeypatch.setattr(tuning, "time_alone", real)
+    tuned(model, "prefill")
+    sizes = [size for size, *_ in tried]
+    assert len(sizes) == len(set(sizes)) > 1
 
 
 def test_without_tune_a_kept_table_serves_and_without_for_nothing_changes(
@@ -127,8 +192,8 @@ def test_large_weights_are_measured_in_part(
     [
         (Candidate("float"), "MatMul"),
         (Candidate("uint4:group=32"), "MatMulNBits"),
-        (Candidate("int8-row", "int8"), "DynamicQuantizeMatMul"),
-        (Candidate("int8-row", "int8-row"), "MatMulIntegerToFloat"),
+        (Candidate("int8-pairs", "int8"), "DynamicQuantizeMatMul"),
+        (Candidate("int8-pairs", "int8-row"), "MatMulIntegerToFloat"),
     ],
 )
 def test_candidates_are_made_by_the_passes(way: Candidate, op: str) -> None:
@@ -143,7 +208,7 @@ def test_candidates_are_made_by_the_passes(way: Candidate, op: str) -> None:
 
 def test_a_candidate_that_no_kernel_takes_is_none() -> None:
     plain = float_linear(48, 64, ir.DataType.FLOAT)
-    assert tuning._model(plain, Candidate("int8-row", "int8-row"), "ort-cuda") is None
+    assert tuning._model(plain, Candidate("int8-pairs", "int8-row"), "ort-cuda") is None
 
 
 def test_tune_wants_a_purpose_and_a_runtime(model: Path) -> None:

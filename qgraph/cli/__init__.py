@@ -22,6 +22,7 @@ from qgraph.cli.compare import compare
 from qgraph.cli.demo import demo
 from qgraph.cli.explain import explain
 from qgraph.cli.export import export
+from qgraph.cli.generate import generate
 from qgraph.cli.import_ import import_
 from qgraph.cli.inspect import inspect
 from qgraph.cli.optimize import optimize
@@ -52,6 +53,7 @@ app.command("import")(import_)
 app.command()(export)
 app.command()(quantize)
 app.command()(inspect)
+app.command()(generate)
 app.command()(demo)
 
 
@@ -71,7 +73,7 @@ def _common(
     if context.invoked_subcommand is None:
         raise InputError(
             "no command given: optimize, explain, compare, bench, capture, import, export, "
-            "quantize, inspect or demo\n"
+            "quantize, inspect, generate or demo\n"
             "try: qgraph --help"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,9 @@ from qgraph.registry import names
 
 if TYPE_CHECKING:
     from qgraph.bench_result import Bench
+    from qgraph.decode_result import DecodeBench
 
+_ROWS = "1,4,16,64,256"
 Model = Annotated[
     Path, typer.Argument(metavar="MODEL", help="An ONNX file, a .pt2, or a Hugging Face folder.")
 ]
@@ -25,17 +28,32 @@ Against = Annotated[
     typer.Option(metavar="OTHER", help="Another model to measure beside it; repeatable."),
 ]
 Rows = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="M[,M…]",
-        help="Numbers of rows: tokens of one prompt without a cache, else samples of a batch.",
+        help="Numbers of rows: tokens of one prompt without a cache, else samples of a batch; "
+        f"{_ROWS} by default.",
     ),
 ]
 Sites = Annotated[
+    bool | None,
+    typer.Option(
+        "--sites/--no-sites",
+        help="Also measure one linear of each size and kernel alone (it does by default).",
+    ),
+]
+Decode = Annotated[
     bool,
     typer.Option(
-        "--sites/--no-sites", help="Also measure one linear of each size and kernel alone."
+        "--decode",
+        help="Instead measure decoders at work: a prompt, then tokens one by one with the cache.",
     ),
+]
+PromptTokens = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="With --decode: tokens of the prompt (256).")
+]
+NewTokens = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="With --decode: tokens made after it (64).")
 ]
 Rounds = Annotated[int, typer.Option(metavar="N", min=3, help="How often each side has its turn.")]
 Threads = Annotated[
@@ -57,8 +75,11 @@ Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw t
 def bench(
     model: Model,
     against: Against = None,
-    rows: Rows = "1,4,16,64,256",
-    sites: Sites = True,
+    rows: Rows = None,
+    sites: Sites = None,
+    decode: Decode = False,
+    prompt_tokens: PromptTokens = None,
+    new_tokens: NewTokens = None,
     rounds: Rounds = 5,
     threads: Threads = 0,
     target: Target = "ort-cpu",
@@ -69,35 +90,64 @@ def bench(
     """Measure MODEL's speed by number of rows, beside OTHER models and beside float linears.
 
     Example: qgraph bench model.int4.onnx --against model.onnx
+
+    Example: qgraph bench model.int4.onnx --against other.onnx --decode
     """
     others = against or []
     _check_file("--report", report, [model, *others])
     _check_file("--plot", plot, [model, *others])
-    wanted = numbers(rows)
-    from qgraph import bench_plot, benching, console
+    _check_decode(
+        decode,
+        {"--rows": rows, "--sites": sites, "--plot": plot},
+        {"--prompt-tokens": prompt_tokens, "--new-tokens": new_tokens},
+    )
+    wanted = numbers(rows or _ROWS)
+    from qgraph import bench_plot, benching, console, decode_bench
+    from qgraph.decode_result import DecodeBench
 
     if plot is not None:
         bench_plot.figure_class()  # it is missed before anything is measured
     with console.Stages(console.messages()) as stages:
-        found = benching.bench(
-            model,
-            others,
-            rows=wanted,
-            sites=sites,
-            rounds=rounds,
-            threads=threads,
-            target=target,
-            progress=stages,
-        )
+        found: Bench | DecodeBench
+        if decode:
+            found = decode_bench.bench_decode(
+                model,
+                others,
+                prompt_tokens=prompt_tokens or decode_bench.PROMPT,
+                new_tokens=new_tokens or decode_bench.TOKENS,
+                rounds=rounds,
+                threads=threads,
+                target=target,
+                progress=stages,
+            )
+        else:
+            found = benching.bench(
+                model,
+                others,
+                rows=wanted,
+                sites=sites is not False,
+                rounds=rounds,
+                threads=threads,
+                target=target,
+                progress=stages,
+            )
     _print(found, format_)
     if report is not None:
         from qgraph.run_notes import write_report
 
         write_report(report, found.to_json())
         console.print_line(console.messages(), f"wrote {report}")
-    if plot is not None:
+    if plot is not None and not isinstance(found, DecodeBench):
         bench_plot.plot(found, plot)
         console.print_line(console.messages(), f"wrote {plot}")
+
+
+def _check_decode(decode: bool, without: Mapping[str, object], only: Mapping[str, object]) -> None:
+    """Refuse options that the other kind of measuring has."""
+    for option, value in (without if decode else only).items():
+        if value is not None:
+            words = "does not go with --decode" if decode else "goes only with --decode"
+            raise InputError(f"{option} {words}")
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -122,11 +172,15 @@ def _check_file(option: str, path: Path | None, inputs: list[Path]) -> None:
     check_report(path)
 
 
-def _print(found: Bench, shape: str) -> None:
+def _print(found: Bench | DecodeBench, shape: str) -> None:
     if shape == "json":
         json.dump(found.to_json(), sys.stdout, indent=2)
         sys.stdout.write("\n")
         return
-    from qgraph import bench_view, console
+    from qgraph import bench_view, console, decode_view
+    from qgraph.bench_result import Bench
 
-    bench_view.render(found, console.output())
+    if isinstance(found, Bench):
+        bench_view.render(found, console.output())
+    else:
+        decode_view.render(found, console.output())

@@ -56,6 +56,7 @@ LlamaCpp = Annotated[
 Sites = Annotated[
     bool, typer.Option("--sites/--no-sites", help="Also compare the output of each site.")
 ]
+Every = Annotated[bool, typer.Option("--all", help="Every site, not the worst 20 alone.")]
 Shape = Annotated[
     str, typer.Option("--format", metavar="table|json", callback=one_of(("table", "json")))
 ]
@@ -75,6 +76,7 @@ def compare(
     max_kl: MaxKl = None,
     llama_cpp: LlamaCpp = False,
     sites: Sites = True,
+    every: Every = False,
     format_: Shape = "table",
     report: Report = None,
 ) -> None:
@@ -96,7 +98,7 @@ def compare(
             sites=sites,
             progress=stages,
         )
-    _print(found, format_)
+    _print(found, format_, every)
     if report is not None:
         _write(report, found)
         console.print_line(console.messages(), f"wrote {report}")
@@ -124,14 +126,14 @@ def _check_report(report: Path | None, inputs: Iterable[Path | None]) -> None:
     check_report(report)
 
 
-def _print(found: Comparison, shape: str) -> None:
+def _print(found: Comparison, shape: str, every: bool) -> None:
     if shape == "json":
         json.dump(found.to_json(), sys.stdout, indent=2)
         sys.stdout.write("\n")
         return
     from qgraph import comparison_view, console
 
-    comparison_view.render(found, console.output())
+    comparison_view.render(found, console.output(), every=every)
 
 
 def _write(path: Path, found: Comparison) -> None:

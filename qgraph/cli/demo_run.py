@@ -41,7 +41,7 @@ def run(folder: Path, groups: str) -> None:
         text = tiny.batches("eval", _LENGTH, _SEQUENCES)
         scores = [_score(path, text) for path in (source, target)]
         stages.stage("profiling")
-        explanation = pipeline.explain(target, profile=True)
+        explanation = pipeline.explain(target, profile=True, against=source)
     print_line(out, result.summary, style="bold")
     totals = result.report.totals
     _compare(out, scores, (totals["bytes_before"], totals["bytes_after"]))
@@ -50,7 +50,7 @@ def run(folder: Path, groups: str) -> None:
     print_line(out, "")
     for path in (*sorted(source.parent.glob(f"{source.name}*")), *result.files):
         print_line(out, f"wrote {path} ({megabytes(path.stat().st_size)})")
-    print_line(out, f"next: qgraph explain {target} --profile")
+    print_line(out, f"next: qgraph explain {target} --profile --against {source}")
 
 
 def _score(path: Path, text: Array) -> _Score:

@@ -35,6 +35,22 @@ Target = Annotated[
 Profile = Annotated[
     bool, typer.Option("--profile", help="Run the model and show which kernels ran, and how long.")
 ]
+Rows = Annotated[
+    int | None,
+    typer.Option(
+        "--rows",
+        metavar="M",
+        min=1,
+        help="With --profile: tokens of one prompt, or samples of a batch. [default: 16, or 1]",
+    ),
+]
+Against = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FLOAT",
+        help="With --profile: the float model, whose time is to stand beside.",
+    ),
+]
 Node = Annotated[
     str | None,
     typer.Option(
@@ -42,6 +58,9 @@ Node = Annotated[
         help="Everything known of these sites: a glob on node, weight or module names, "
         "role:head, first:2, last:2.",
     ),
+]
+Every = Annotated[
+    bool, typer.Option("--all", help="Every site and operator, not the slowest or oddest alone.")
 ]
 Shape = Annotated[
     str, typer.Option("--format", metavar="table|json", callback=one_of(("table", "json")))
@@ -52,21 +71,27 @@ def explain(
     model: Model,
     target: Target = None,
     profile: Profile = False,
+    rows: Rows = None,
+    against: Against = None,
     node: Node = None,
+    every: Every = False,
     format_: Shape = "table",
 ) -> None:
     """Show of every linear and embedding its format, kernel, time, and the reason if not fused."""
     from qgraph import console
 
-    explanation = _plan(model, target, profile) if _is_json(model) else None
+    ran = profile or rows is not None or against is not None
+    explanation = _plan(model, target, ran) if _is_json(model) else None
     if explanation is None:
         from qgraph import pipeline
 
         with console.Stages(console.messages()) as stages:
             wanted = {} if target is None else {"target": target}
-            explanation = pipeline.explain(model, profile=profile, progress=stages, **wanted)
+            explanation = pipeline.explain(
+                model, profile=profile, rows=rows, against=against, progress=stages, **wanted
+            )
     if format_ == "table":
-        explanation.render(console.output(), node)
+        explanation.render(console.output(), node, every)
         return
     found = explanation.to_json()
     if node is not None:  # totals and summary stay those of the model

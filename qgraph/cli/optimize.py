@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -208,6 +209,33 @@ AtLoad = Annotated[
         "when it loads the model: the file is small, memory and speed are those of floats.",
     ),
 ]
+Fuse = Annotated[
+    bool | None,
+    typer.Option(
+        "--fuse/--no-fuse",
+        rich_help_panel=_RUNS,
+        help="Make fused ops of ONNX Runtime of norms, activations and attention, each proven at "
+        "its place. [default: fuse]",
+    ),
+]
+AddCache = Annotated[
+    bool | None,
+    typer.Option(
+        "--add-cache/--no-add-cache",
+        rich_help_panel=_RUNS,
+        help="Give a decoder that was exported without a cache past_key_values and present, so "
+        "that each token is read once. [default: no]",
+    ),
+]
+WriteGenaiConfig = Annotated[
+    bool,
+    typer.Option(
+        "--write-genai-config",
+        rich_help_panel=_RUNS,
+        help="Also write the files that onnxruntime-genai loads a decoder with, by the config.json "
+        "beside MODEL or beside --tokenizer.",
+    ),
+]
 MinElements = Annotated[
     int | None,
     typer.Option(
@@ -240,8 +268,8 @@ Activations = Annotated[
         rich_help_panel=_WHAT,
         help="Round what linears multiply to bytes too, for integer kernels, which are fast at "
         "prompts: with one scale for the tensor, one for each row, or a static one from "
-        "calibration. Weights are then int8-row; heads keep floats. Or to FP8 in front of fp8-e4m3 "
-        "weights, as TensorRT and CUDA multiply them: fp8 from calibration, or fp8-token. "
+        "calibration. Weights are then int8-pairs; heads keep floats. Or to FP8 in front of "
+        "fp8-e4m3 weights, as TensorRT and CUDA multiply them: fp8 from calibration, or fp8-token. "
         "[default: float]",
     ),
 ]
@@ -336,6 +364,9 @@ def optimize(
     for_: For = None,
     tune: Tune = False,
     dequantize_at_load: AtLoad = False,
+    fuse: Fuse = None,
+    add_cache: AddCache = None,
+    write_genai_config: WriteGenaiConfig = False,
     target_bits: TargetBits = None,
     max_size: MaxSize = None,
     mixed: Mixed = False,
@@ -378,6 +409,8 @@ def optimize(
         "prefer": prefer,
         "purpose": for_,
         "dequantize_at_load": dequantize_at_load or None,
+        "fuse": fuse,
+        "add_cache": add_cache,
         "target_bits": target_bits,
         "max_size": None if max_size is None else parse_size(max_size),
         "mixed": mixed or None,
@@ -387,9 +420,14 @@ def optimize(
     }
     asked = merged_recipe(recipe, wanted, include or [], exclude or [], set_ or [], option or [])
     written = None if dry_run else chosen_output(output, default_output(model, asked))
+    genai = _genai_config(model, tokenizer) if write_genai_config else None
     out = console.output()
     if not quiet:
-        outcome.print_configuration(out, model, written, asked, target, check)
+        given = [f"recipe {recipe}"] if recipe is not None else []
+        if calibrate:
+            most = f"at most {samples} samples, texts in blocks of {sequence} tokens"
+            given.append(f"calibrate {', '.join(map(str, calibrate))} ({most})")
+        outcome.print_configuration(out, model, written, asked, target, check, given)
     with console.Stages(console.messages(), quiet=quiet) as stages:
         result = pipeline.optimize(
             model,
@@ -413,8 +451,23 @@ def optimize(
         )
     if dry_run:
         outcome.print_plan(out, result, report, quiet)
+        if result.lacks:
+            raise InputError(result.lacks)
     else:
-        outcome.print_result(out, result, quiet)
+        outcome.print_result(out, result, quiet, model if model.suffix == ".onnx" else None)
+    if genai is not None and written is not None:
+        from qgraph.genai_config import write_genai_config as write
+
+        for path in write(written, *genai, force=force):
+            console.print_line(out, f"wrote {path}")
+
+
+def _genai_config(model: Path, tokenizer: Path | None) -> tuple[Path, Mapping[str, Any]]:
+    """What is needed for genai_config.json, looked for before any work."""
+    from qgraph.genai_config import find_config
+
+    given = [tokenizer if tokenizer.is_dir() else tokenizer.parent] if tokenizer else []
+    return find_config([*given, model if model.is_dir() else model.absolute().parent])
 
 
 def default_output(model: Path, recipe: Recipe) -> Path:

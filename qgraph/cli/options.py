@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from qgraph.recipe import Recipe
 
 
+LAYOUTS = tuple(name for name in names("checkpoint") if name != "mxfp4")
+"""Layouts of checkpoints that linears can be written in; mxfp4 has only stacks of experts."""
+
+
 def one_of(known: Sequence[str]) -> Callable[[str | None], str | None]:
     """A callback that takes one of `known`, or nothing."""
 

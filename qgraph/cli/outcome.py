@@ -20,13 +20,22 @@ from qgraph.report import REASONS, Step
 if TYPE_CHECKING:
     from qgraph.pipeline import Result
     from qgraph.plan import QuantPlan
-    from qgraph.recipe import Recipe
+    from qgraph.recipe import Override, Recipe
 
 
 def print_configuration(
-    console: Console, model: Path, output: Path | None, recipe: Recipe, target: str, check: bool
+    console: Console,
+    model: Path,
+    output: Path | None,
+    recipe: Recipe,
+    target: str,
+    check: bool,
+    given: Sequence[str] = (),
 ) -> None:
-    """Print every option that decides the result, whether given or by default."""
+    """Print what decides the result: the usual options, and all that differ from their defaults.
+
+    given: what else was given, in words: a recipe file, calibration data.
+    """
     goal = str(output) if output else "a plan (--dry-run)"
     print_line(console, f"qgraph {__version__}: {model} → {goal}", style="bold")
     words = {
@@ -35,22 +44,50 @@ def print_configuration(
         "solver": recipe.solver,
         "embedding": recipe.embedding,
         "accuracy level": recipe.accuracy_level,
-        "unfused": recipe.unfused,
-        "prefer": recipe.prefer,
-        "for": recipe.purpose or "no rows in particular",
-        "dequantize": "at load" if recipe.dequantize_at_load else "no",
-        "min elements": str(recipe.min_elements),
+        **_unusual(recipe),
         **_budget(recipe),
         "target": target,
         "check": "on" if check else "off",
     }
     print_line(console, "  " + " · ".join(f"{key} {value}" for key, value in words.items()))
-    sets = [f"{o.selector}={o.format or ''} {o.solver or ''}".rstrip() for o in recipe.overrides]
+    sets = [spell_override(each) for each in recipe.overrides]
     options = [f"{key}={value}" for key, value in recipe.options.items()]
     lists = {"include": recipe.include, "exclude": recipe.exclude, "set": sets, "option": options}
     for key, values in lists.items():
         if values:
             print_line(console, f"  {key} {', '.join(values)}")
+    for text in given:
+        print_line(console, f"  {text}")
+
+
+def spell_override(item: Override) -> str:
+    """`*.down=int8 gptq activations=int8-row`: the selector and what it gets."""
+    rounded = f"activations={item.activations}" if item.activations else None
+    return f"{item.selector}={' '.join(filter(None, (item.format, item.solver, rounded)))}"
+
+
+_UNUSUAL = {
+    "activations": "activations",
+    "outliers": "outliers",
+    "calibration": "calibration",
+    "unfused": "unfused",
+    "prefer": "prefer",
+    "purpose": "for",
+    "dequantize_at_load": "dequantize at load",
+    "fuse": "fuse",
+    "min_elements": "min elements",
+}
+"""Options that are printed where they are not as by default: field → words."""
+
+
+def _unusual(recipe: Recipe) -> dict[str, str]:
+    usual = type(recipe)()
+    found = {}
+    for field, words in _UNUSUAL.items():
+        value = getattr(recipe, field)
+        if value != getattr(usual, field):
+            found[words] = {True: "yes", False: "no"}.get(value, str(value))
+    return found
 
 
 def _budget(recipe: Recipe) -> dict[str, str]:
@@ -65,8 +102,11 @@ def _budget(recipe: Recipe) -> dict[str, str]:
     return found | ({"candidates": ", ".join(recipe.candidates)} if recipe.budgeted else {})
 
 
-def print_result(console: Console, result: Result, quiet: bool) -> None:
-    """Print coverage, kernels, refusals, files and the next step of a finished run."""
+def print_result(console: Console, result: Result, quiet: bool, source: Path | None = None) -> None:
+    """Print coverage, kernels, refusals, files and the next step of a finished run.
+
+    source: the float .onnx that it was made from, whose time may stand beside.
+    """
     if quiet:
         print_line(console, result.summary)
         return
@@ -84,7 +124,8 @@ def print_result(console: Console, result: Result, quiet: bool) -> None:
     if cost:
         print_line(console, f"took {cost}")
     if result.files:
-        print_line(console, f"next: qgraph explain {result.files[0]} --profile")
+        beside = f" --against {source}" if source is not None else ""
+        print_line(console, f"next: qgraph explain {result.files[0]} --profile{beside}")
 
 
 def print_plan(console: Console, result: Result, report: Path | None, quiet: bool) -> None:

@@ -63,6 +63,11 @@ class Format(ABC):
         """The layout in which MatMulNBits reads this format, and its bits; None for none."""
         return None
 
+    @property
+    def fits_16_bits(self) -> bool:
+        """Whether uint8 times the codes of columns 2i and 2i + 1 always add up in 16 bits."""
+        return False
+
     def spell(self, *, with_group: bool = True) -> str:
         """The format with its parameters, as `parse` reads it: `uint4:group=64`.
 
@@ -174,6 +179,10 @@ class Format(ABC):
         The codes stay, whatever they then stand for.
         """
         raise NotImplementedError(f"{self.name} has no moves")
+
+    def settled(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """`weight`, whose codes a solver chose one by one, with codes that may stand together."""
+        return weight
 
     @abstractmethod
     def dequantize(self, weight: QuantizedWeight) -> Array:

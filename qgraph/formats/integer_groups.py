@@ -154,7 +154,8 @@ class IntegerGroups(Format):
                 raise InputError(f"{self.spell()} cannot lie as integer kernels read it: {wanted}")
             dtype = ir.DataType.INT8 if layout.kind == "kn" else ir.DataType.UINT8
             codes = PartSpec((k, n), dtype, axis=1)
-            return {"codes": codes, "scales": PartSpec((n,), scale_dtype)}
+            # Integer products are float32, whatever the model is.
+            return {"codes": codes, "scales": PartSpec((n,), ir.DataType.FLOAT)}
         if layout.kind == "qdq":
             grid = (n, count_groups(k, self.group)) if self.group else (n,)
             if self._float_zeros:
@@ -297,7 +298,7 @@ class IntegerGroups(Format):
         if layout.kind in ("kn", "knu"):
             turned = row_major(codes.T)
             turned = turned if layout.kind == "kn" else turned.view(np.uint8) ^ np.uint8(128)
-            return {"codes": turned, "scales": scales.reshape(-1)}
+            return {"codes": turned, "scales": scales.reshape(-1).astype(np.float32)}
         if layout.kind == "qdq":
             shape = scales.shape if self.group else scales.shape[:1]
             parts = {"codes": pack_flat(codes, self.bits), "scales": scales.reshape(shape)}

@@ -89,3 +89,24 @@ def product_bound(
         largest = np.maximum.reduceat(sizes, starts, axis=-1)
         bound += _HALF_STEP * (largest @ np.add.reduceat(reach[0], starts, axis=1).T)
     return bound
+
+
+LEVEL_4_ZEROS = 2.0**-22
+"""What is left of zero points that a kernel takes away at the end of a sum in float32, relative."""
+
+
+def zeros_bound(x: Array, scales: Array, block: int, slack: float) -> NDArray[np.float64]:
+    """What a kernel's rounding may leave of zero points: `[M, N]`.
+
+    It is most where all codes of a block are the zero point: the product is then zero, and what
+    is taken away is not.
+
+    Args:
+        x: `[M, K]`. scales: `[N, nb]`, of blocks of `block` codes (0 for the whole row).
+        slack: the error in units of a scale times Σ|x| of its block: the largest zero point, or
+            the number of codes, times the rounding.
+    """
+    sizes, k = np.abs(x).astype(np.float64), x.shape[1]
+    sums = np.add.reduceat(sizes, np.arange(0, k, block or k), axis=1)
+    found: NDArray[np.float64] = slack * (sums @ np.abs(scales.astype(np.float64)).T)
+    return found

@@ -6,9 +6,10 @@
 A prompt of 256 tokens: `--for prefill` against float and against 4 bits (groups of 64). One token
 without a cache: `--for both` against `--for decode`. Each figure is a process of its own, the sides
 alternate, and the order turns; ratios of medians with the range over the rounds. Kernels are
-chosen by times measured here (`--tune`), kept in the user's cache. With `--calibrate`, a prefill
-model with smoothed channels and float outlier columns besides; with `--text`, what each loses (KL
-to float, nats a token, blocks of 256 tokens).
+chosen by times measured here (`--tune`), kept in the user's cache. With `--calibrate`, prefill
+models with smoothed channels and float outlier columns besides, with a scale for each row and with
+one from calibration; with `--text`, what each loses (KL to float, nats a token, blocks of 256
+tokens).
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ def made(folder: Path, source: Path, calibrate: Path | None, samples: int) -> di
         **{name: {"purpose": name, "tune": True} for name in ("decode", "prefill", "both")},
     }
     if calibrate is not None:
-        asked["prefill_smoothed"] = {
+        smoothed = {
             "purpose": "prefill", "tune": True, "solver": "smoothquant+rtn",
             "outliers": OUTLIERS, "calibrate": str(calibrate), "samples": samples,
             "tokenizer": str(smollm2.tokenizer()),
         }  # fmt: skip
+        asked["prefill_smoothed"] = smoothed
+        asked["prefill_static"] = {**smoothed, "activations": "int8-static"}
     found: dict[str, Any] = {}
     for side, options in asked.items():
         result = qgraph.optimize(source, folder / f"{side}.onnx", **options)

@@ -30,10 +30,11 @@ def test_demo(qgraph: Command, tmp_path: Path) -> None:
     assert "CPUExecutionProvider (ran)" in ran.out
     at = ran.out.index("\nkernels\n")
     header, *kernels = ran.out[at:].strip().splitlines()[1:5]
-    assert header.split() == ["sites", "kernel", "provider", "ms", "share"]
+    assert header.split() == ["sites", "kernel", "provider", "ms", "share", "beside", "ms"]
+    assert "tiny.onnx beside " in ran.out
     others = re.search(r"^ +other operators +([\d.]+) +([\d.]+) %$", ran.out, re.MULTILINE)
     assert others is not None
-    shares = [float(line.split()[-2]) for line in kernels] + [float(others[2])]
+    shares = [float(line.split(" %")[0].split()[-1]) for line in kernels] + [float(others[2])]
     assert sum(shares) == pytest.approx(100, abs=0.3)
     assert ran.out.splitlines()[-1].startswith("next: qgraph explain ")
 

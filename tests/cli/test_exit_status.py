@@ -44,7 +44,7 @@ def test_no_command_is_wrong_usage_and_names_them(qgraph: Command) -> None:
     assert (ran.status, ran.out) == (2, "")
     assert ran.err == (
         "error: no command given: optimize, explain, compare, bench, capture, import, export, "
-        "quantize, inspect or demo\n"
+        "quantize, inspect, generate or demo\n"
         "  try: qgraph --help\n"
     )
 

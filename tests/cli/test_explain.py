@@ -78,6 +78,33 @@ def test_a_profile_as_a_table(qgraph: Command, optimized: Path) -> None:
     assert "int8 compute" in ran.out
 
 
+def test_a_profile_says_of_how_many_rows_it_is_and_what_stands_beside(
+    qgraph: Command, model: Path, optimized: Path
+) -> None:
+    ran = qgraph("explain", optimized, "--profile", "--rows", "3", "--against", model)
+    assert ran.status == 0, ran.err
+    first = ran.out.splitlines()[0]
+    assert "measured on 3 rows (" in first
+    assert "median of 10 runs: " in first
+    assert f"{model.name} beside " in first
+    ran = qgraph(
+        "explain", optimized, "--profile", "--rows", "3", "--against", model, "--format", "json"
+    )
+    data = json.loads(ran.out)
+    assert (data["run"]["rows"], data["run"]["against"]) == (3, model.name)
+    assert all(site["against_us"] > 0 for site in data["sites"])
+    whole = sum(row["microseconds"] for row in (*data["kernels"], *data["other_ops"]))
+    floats = sum(site["time_us"] for site in data["sites"] if not site["kernel"])
+    assert whole + floats == pytest.approx(data["total_us"])
+
+
+@pytest.mark.parametrize("options", [("--rows", "3"), ("--against", "m.onnx")])
+def test_what_is_of_a_run_wants_one(qgraph: Command, model: Path, options: tuple[str, ...]) -> None:
+    ran = qgraph("explain", model, *options)
+    assert ran.status == 2
+    assert "add profile=True (--profile)" in ran.err
+
+
 def test_one_node(qgraph: Command, optimized: Path) -> None:
     ran = qgraph("explain", optimized, "--node", "*.1.down")
     assert ran.status == 0, ran.err

@@ -74,10 +74,31 @@ def test_it_prints_configuration_stages_coverage_files_and_the_next_step(
     assert "    5 × uint4:group=128 → MatMulNBits bits=4 block=128 level=4" in out
     written = [line.split(" (")[0].removeprefix("wrote ") for line in out if "wrote " in line]
     assert {Path(path).name for path in written} == files(model.parent) - {"model.onnx"}
-    assert out[-1] == f"next: qgraph explain {model.with_name('model.int4.onnx')} --profile"
+    result = model.with_name("model.int4.onnx")
+    assert out[-1] == f"next: qgraph explain {result} --profile --against {model}"
     stages = [line.split(":")[0].split(" (")[0] for line in ran.err.splitlines()]
     assert stages[:2] == ["capture", "plan"]
     assert all(line.endswith(" s)") for line in ran.err.splitlines())
+
+
+def test_the_heading_says_what_is_not_as_by_default(
+    qgraph: Command, model: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('activations = "int8-row"\n', encoding="utf-8")
+    ran = qgraph(
+        "optimize", model, "--dry-run", "--outliers", "2", "--recipe", recipe,
+        "--set", "*.up=activations=int8", "--no-fuse",
+    )  # fmt: skip
+    head = "\n".join(ran.out.splitlines()[1:5])
+    for words in ("activations int8-row", "outliers 2", "fuse no", f"recipe {recipe}"):
+        assert words in head
+    assert "set *.up=activations=int8" in head
+    assert ran.status == 2
+    assert "--outliers takes calibration data" in ran.err
+    plain = qgraph("optimize", model, "--dry-run").out.splitlines()[1]
+    for words in ("activations", "outliers", "fuse", "prefer", "unfused", "for "):
+        assert words not in plain
 
 
 def test_what_was_refused_is_printed_with_its_way_out(qgraph: Command, model: Path) -> None:
@@ -150,6 +171,25 @@ def test_a_selector_that_matches_nothing_names_the_nearest(qgraph: Command, mode
     assert ran.status == 2
     assert "'layers.0.up'" in ran.err
     assert files(model.parent) == {"model.onnx"}
+
+
+@pytest.mark.parametrize(
+    "key, words",
+    [
+        ("target", "give --target on the command line"),
+        ("min_coverage", "give --min-coverage on the command line"),
+        ("for", "--for is called 'purpose' here"),
+        ("target_bit", "did you mean 'target_bits'"),
+    ],
+)
+def test_what_a_recipe_does_not_hold_is_told(
+    qgraph: Command, model: Path, tmp_path: Path, key: str, words: str
+) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(f'{key} = "x"\n', encoding="utf-8")
+    ran = qgraph("optimize", model, "--recipe", recipe)
+    assert ran.status == 2
+    assert words in ran.err
 
 
 def test_recipe_file_and_options_on_top(qgraph: Command, model: Path, tmp_path: Path) -> None:
@@ -257,7 +297,9 @@ def test_a_calibrated_plan_predicts_time_and_memory(qgraph: Command, model: Path
     plain = qgraph("optimize", model, "--dry-run")
     assert "prediction" not in plain.out + plain.err
     ran = qgraph("optimize", model, "--dry-run", "--solver", "gptq", "--samples", "4")
-    assert ran.status == 0, ran.err
+    assert ran.status == 2, "as the run itself would be, without data"
+    assert "the solver gptq needs calibration data: --calibrate FILE" in ran.err
+    assert "would quantize 5/5 linears" in ran.out
     (line,) = [line for line in ran.out.splitlines() if line.startswith("prediction: ")]
     shape = r"prediction: about \d+ s and \d+ MB of memory at the peak, for at most 2048 tokens"
     assert re.fullmatch(shape, line)

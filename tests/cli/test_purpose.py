@@ -55,7 +55,7 @@ def test_both_by_rule(qgraph: Command, model: Path, tmp_path: Path) -> None:
         assert ran.status == 0, ran.err
         assert f"for {purpose}" in ran.out.splitlines()[1]
         assert "goes by rule: nothing was measured here; --tune measures" in ran.out
-    assert "5 × int8-row → from 8 rows MatMulIntegerToFloat" in ran.out
+    assert "5 × int8-pairs → from 8 rows MatMulIntegerToFloat" in ran.out
     ops = nodes(onnx.load(paths["both"], load_external_data=False).graph)
     assert (ops["MatMulNBits"], ops["MatMulIntegerToFloat"]) == (5, 5)
     assert ops["If"] == 1  # nothing but Relu lies between
@@ -75,7 +75,7 @@ def test_a_dry_run_shows_both_weights_and_their_size(
     ran = qgraph("optimize", model, "--for", "both", "--dry-run", "--report", report)
     assert ran.status == 0, ran.err
     decisions = json.loads(report.read_text("utf-8"))["decisions"]
-    assert {item["many"]["format"] for item in decisions} == {"int8-row"}
+    assert {item["many"]["format"] for item in decisions} == {"int8-pairs"}
     assert all("MB more" in item["detail"] for item in decisions)
     ran = qgraph("explain", report)
     assert ran.status == 0, ran.err

@@ -98,7 +98,7 @@ def test_options_of_level_formats(text: str, wanted: str) -> None:
 
 def test_groups_where_there_are_none_to_choose() -> None:
     assert set(NAMES) - set(GROUPED) == {
-        "int8-row", "int4-row", "fp8-e4m3", "fp8-e5m2", "mxfp4", "mxfp8", "nvfp4",
+        "int8-row", "int4-row", "int8-pairs", "fp8-e4m3", "fp8-e5m2", "mxfp4", "mxfp8", "nvfp4",
     }  # fmt: skip
     with pytest.raises(InputError, match="mxfp4 has no groups to choose, found group 64"):
         parse("mxfp4", group=64)

@@ -23,11 +23,19 @@ KINDS = ("int8", "int8-row", "int8-static")
 PLAIN = f"g (float[M, {K}] x) => (float[M, {N}] y) {{ y = MatMul(x, w) }}"
 
 
+FORMATS = ("int8-pairs", "int8-row")
+
+
 def lower(
-    graph: Graph, kind: str, target: str = "ort-cpu", outliers: int = 0, **recipe: Any
+    graph: Graph,
+    kind: str,
+    target: str = "ort-cpu",
+    outliers: int = 0,
+    fmt: str | None = None,
+    **recipe: Any,
 ) -> tuple[Graph, list[Step]]:
     """The passes that matter here. Without data static ranges are −1 to 1, outliers the first."""
-    rounding = Override("*", activations=kind)  # a head would keep floats
+    rounding = Override("*", fmt, activations=kind)  # a head would keep floats
     asked = Recipe(overrides=(rounding,), outliers=outliers, min_elements=64, **recipe)
     plan = make_plan(graph.sites(), asked, registry.load("target", target).capabilities())
     context = Context(plan, registry.load("target", target).capabilities())
@@ -38,10 +46,11 @@ def lower(
     return work, steps
 
 
-def product(x: Array, w: Array, kind: str, outliers: int = 0) -> Array:
+def product(x: Array, w: Array, kind: str, outliers: int = 0, fmt: str = "int8-pairs") -> Array:
     """x · w by the definition: `w` `[K, N]` rounded by rows of its transpose, `x` to bytes."""
-    fmt = parse("int8-row")
-    found = fmt.quantize(np.ascontiguousarray(w.T), ir.DataType.FLOAT)
+    scales_in = ir.DataType.FLOAT16 if w.dtype == np.float16 else ir.DataType.FLOAT
+    w = w.astype(np.float32)
+    found = parse(fmt).quantize(np.ascontiguousarray(w.T), scales_in)
     codes, scales = found.codes.astype(np.float64).T, found.scales[:, 0].astype(np.float64)
     kept = x.astype(np.float32).copy()
     kept[..., :outliers] = 0
@@ -66,11 +75,14 @@ def close(found: Array, wanted: Array) -> None:
 
 
 @pytest.mark.parametrize("outliers", [0, 3])
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers(bench: Any, rng: Any, kind: str, outliers: int) -> None:
+def test_numbers(bench: Any, rng: Any, kind: str, fmt: str, outliers: int) -> None:
     w, x = weight(rng, K, N), rng.standard_normal((7, K)).astype(np.float32)
-    lowered, steps = lower(bench.build(PLAIN, w=w), kind, outliers=outliers)
-    close(bench.run(lowered, {"x": x})["y"], product(x, w, kind, outliers))
+    lowered, steps = lower(bench.build(PLAIN, w=w), kind, outliers=outliers, fmt=fmt)
+    close(bench.run(lowered, {"x": x})["y"], product(x, w, kind, outliers, fmt))
+    (codes,) = (v for v in lowered.model.graph.initializers.values() if v.shape == (K, N))
+    assert codes.dtype == (ir.DataType.INT8 if fmt == "int8-pairs" else ir.DataType.UINT8)
     assert steps[-1].outcome == "done"
     assert ("3 of 40 input columns in float" in steps[-1].detail) == bool(outliers)
 
@@ -210,13 +222,38 @@ def test_readers_of_one_weight_share_its_bytes(bench: Any, rng: Any) -> None:
     assert sorted(tuple(v.shape or ()) for v in matrices) == [(2, N), (K, N)]
 
 
-def test_float16_is_refused(bench: Any, rng: Any) -> None:
+@pytest.mark.parametrize("outliers", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gemm", [False, True])
+def test_float16_is_cast_around(bench: Any, rng: Any, kind: str, outliers: int, gemm: bool) -> None:
+    """Integer kernels take float32; readers of one activation share its Cast."""
+    w, v, b = (weight(rng, *shape, dtype=np.float16) for shape in ((K, N), (K, N), (N,)))
+    first = "a = Gemm(x, w, b)" if gemm else "a = MatMul(x, w)"
+    text = f"""g (float16[M, {K}] x) => (float16[M, {N}] a, float16[M, {N}] c) {{
+        {first}
+        c = MatMul(x, v)
+    }}"""
+    given = {"w": w, "v": v, **({"b": b} if gemm else {})}
+    lowered, steps = lower(bench.build(text, **given), kind, outliers=outliers)
+    assert [step.outcome for step in steps if step.pass_name == "lower_w8a8"] == ["done"] * 2
+    ops = bench.ops(lowered)
+    assert ops["Cast"] == 3  # one in front, one behind each
+    assert [(site.k, site.n, site.state) for site in lowered.sites()] == [(K, N, "fused")] * 2
+    x = rng.standard_normal((5, K)).astype(np.float16)
+    found = bench.run(lowered, {"x": x})
+    for name, array, bias in (("a", w, b if gemm else 0), ("c", v, 0)):
+        assert found[name].dtype == np.float16
+        wanted = product(x, array, kind, outliers) + bias
+        np.testing.assert_allclose(found[name], wanted, rtol=0, atol=2e-3 * np.abs(wanted).max())
+
+
+def test_float16_in_a_q_dq_graph_is_refused(bench: Any, rng: Any) -> None:
     text = PLAIN.replace("float[", "float16[")
     graph = bench.build(text, w=weight(rng, K, N, dtype=np.float16))
-    rounding = Override("*", activations="int8-row")
+    rounding = Override("*", activations="int8-static")
     asked = Recipe(overrides=(rounding,), min_elements=64)
     (decision,) = make_plan(
-        graph.sites(), asked, registry.load("target", "ort-cpu").capabilities()
+        graph.sites(), asked, registry.load("target", "qdq").capabilities()
     ).decisions
     assert (decision.format, decision.reason) == (None, "DTYPE_HAS_NO_KERNEL")
     assert "float32, not float16" in decision.detail

@@ -98,6 +98,18 @@ def test_it_composes(measure: Measure) -> None:
     assert both < alone
 
 
+def test_auto_tries_it_where_activations_are_rounded(measure: Measure) -> None:
+    """Factors are for all that read the activation: both linears take them, or none."""
+    plain, _ = measure("p", activations="int8-row", solver="gptq")
+    error, result = measure("a", activations="int8-row", solver="auto")
+    assert error < plain / 2
+    assert {item.solver for item in result.plan.decisions} == {"smoothquant+gptq"}
+    floats, result = measure("f", format="int8-row", solver="auto")
+    assert floats < error
+    assert all("smoothquant" not in str(item.solver) for item in result.plan.decisions)
+    assert not [step for step in result.report.steps if step.rule == "scale channels"]
+
+
 def test_float_activations_are_refused(measure: Measure) -> None:
     with pytest.raises(qgraph.InputError, match=r"smoothquant is for rounded .*int8-row, or take"):
         measure("f", format="int8-row", solver="smoothquant")

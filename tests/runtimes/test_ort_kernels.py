@@ -145,7 +145,7 @@ def test_without_the_package_everything_is_predicted(no_runtime: None) -> None:
         assert not target.installed()
         assert target.run_or_none() is None
     assert CPU.capabilities().ask(matmul("float32", 4, 128, 4))
-    with pytest.raises(MissingExtra, match=r"pip install 'qgraph\[cpu\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install onnxruntime, or '\.\[cpu\]'"):
         CPU.open(b"")
 
 

@@ -2,11 +2,16 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
+import pytest
 
+from qgraph.runtimes import ort_profile
 from qgraph.runtimes.ort import CPU
+from qgraph.runtimes.ort_profile import _own_times
 
 BITS = """
 <ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
@@ -61,4 +66,52 @@ def test_all_calls_of_one_run_are_added_up() -> None:
         assert [(run.node, run.calls) for run in inner] == [("inner", 5)]
         loop = next(run for run in found if run.op == "Loop")
         assert loop.calls == 1
-        assert loop.microseconds >= inner[0].microseconds
+
+
+def test_what_runs_others_is_charged_for_itself_alone() -> None:
+    def event(ts: int, dur: int, op: str) -> dict[str, Any]:
+        return {"ts": ts, "dur": dur, "args": {"op_name": op}}
+
+    events = [
+        event(0, 100, "If"), event(10, 50, "Loop"), event(15, 5, "Sin"), event(20, 30, "Sin"),
+        event(60, 20, "Add"), event(100, 7, "Mul"), event(107, 3, "If"),
+    ]  # fmt: skip
+    assert _own_times(events) == [30, 15, 5, 30, 20, 7, 3]
+    assert sum(_own_times(events)) == 110
+
+
+FUNCTION = """
+<ir_version: 10, opset_import: ["" : 21, "qgraph" : 1]>
+g (float[4] x) => (float[4] y) {
+    [first] a = qgraph.Twice (x)
+    [second] y = qgraph.Twice (a)
+}
+<domain: "qgraph", opset_import: ["" : 21]>
+Twice (v) => (w) {
+    s = Sin(v)
+    w = Sin(s)
+}
+"""
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_bodies_of_functions_are_called_after_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
+    path = tmp_path / "m.onnx"
+    onnx.save(onnx.parser.parse_model(FUNCTION), path)
+    if not writable:
+
+        def refuse(*_: object) -> Path:
+            raise PermissionError
+
+        monkeypatch.setattr(ort_profile, "write_beside", refuse)
+    graph = ir.load(path)
+    for given in (path, path.read_bytes(), graph):
+        runs = CPU.profile(given, {"x": np.ones(4, np.float32)}, runs=2)
+        names = [run.node for run in runs]
+        if writable or given is not path:
+            assert names == ["first/Sin", "first/Sin/1", "second/Sin", "second/Sin/1"]
+        assert [run.op for run in runs] == ["Sin"] * 4
+    assert len(graph.functions) == 1, "the caller's graph is not changed"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.onnx"]

@@ -189,5 +189,5 @@ def test_run_opens_a_model_once_for_all_feeds(monkeypatch: pytest.MonkeyPatch) -
 def test_cuda_without_cuda_names_the_extra() -> None:
     if CUDA.available():
         pytest.skip("CUDA is installed here")
-    with pytest.raises(MissingExtra, match=r"qgraph\[gpu\]"):
+    with pytest.raises(MissingExtra, match=r"onnxruntime-gpu, or '\.\[gpu\]'"):
         CUDA.open(model(ADD))

@@ -192,7 +192,7 @@ def test_explain_says_what_runs_at_which_number_of_rows(tmp_path: Path) -> None:
     assert rows["up"].by_rows.startswith("dequantize + matmul")
     assert {row.provider for row in explanation.kernels} == {"torch cpu"}
     assert {row.origin for row in explanation.kernels} == {"ran"}
-    assert explanation.times["down"] > 0
+    assert explanation.profile.times["down"] > 0
 
 
 LEVELS = ["nf4:group=32", "mxfp4", "nvfp4", "mxfp8", "fp8-e4m3", "fp8-e4m3:scale=block"]

@@ -1,0 +1,161 @@
+"""A cache for a decoder that was exported without one: each attention gets a past and a present."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+import onnx_ir as ir
+
+from qgraph.decoder_graph import CACHING, head_size
+from qgraph.errors import InputError
+from qgraph.graph import Graph
+from qgraph.passes.attention_past import Source, bias_of
+from qgraph.passes.base import Context, Pass
+from qgraph.passes.fusion import MICROSOFT, Builder, FusionContext
+from qgraph.report import Step
+from qgraph.rewrite import Rewriter
+
+MASK, POSITIONS = "attention_mask", "position_ids"
+_BATCH, _NEW, _PAST, _TOTAL = "batch", "sequence", "past_sequence", "total_sequence"
+_ATTENTION = ("MultiHeadAttention", "Attention", "Softmax")
+_COUNTING = ("Range", "CumSum", "Trilu")
+_KEYS, _BIAS, _SEQLENS = 3, 10, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class AddCache(Pass):
+    """Attention that read the whole text reads what is new, and a cache of what was.
+
+    before:  input_ids → … GroupQueryAttention(qkv, , , , , seqlens, total, cos, sin) … → logits
+    after:   input_ids, attention_mask, position_ids, past_key_values.N.key/value →
+             … GroupQueryAttention(qkv, , , past.key, past.value, …) … → logits, present.N.key/value
+    """
+
+    name: ClassVar[str] = "add_cache"
+
+    def run(self, graph: Graph, context: Context) -> list[Step]:
+        """Add it, or refuse the graph with the node that stands against it."""
+        if not context.plan.recipe.add_cache:
+            return []
+        model = graph.model
+        found = [node for node in model.graph if node.op_type == CACHING]
+        tokens = _check(model, found)
+        shape = [*(tokens.shape or ())]
+        batch = shape[0] if len(shape) == 2 else ir.SymbolicDim(_BATCH)
+        new = shape[1] if len(shape) == 2 else ir.SymbolicDim(_NEW)
+        mask = _input(model, MASK, ir.DataType.INT64, [batch, _TOTAL])
+        positions = _input(model, POSITIONS, ir.DataType.INT64, [batch, new])
+        shared = FusionContext(Rewriter(model), context.capabilities, context.findings)
+        steps = []
+        for layer, node in enumerate(found):
+            _cached(shared, node, layer, Source(tokens, mask, None), positions, batch)
+            steps.append(Step(self.name, "cache", str(node.name), "done", None, f"layer {layer}"))
+        model.graph.sort()
+        return steps
+
+
+def _check(model: ir.Model, found: Sequence[ir.Node]) -> ir.Value:
+    """The input of token ids, where every attention can have a cache.
+
+    Raises:
+        InputError: one cannot.
+    """
+    others = [node for node in model.graph if node.op_type in _ATTENTION]
+    if others or not found:
+        what = f"node {others[0].name} is {others[0].op_type}" if others else "there is none"
+        _refuse(f"every attention must have become {CACHING}, and {what}")
+    for node in found:
+        if _at(node, _KEYS) is not None:
+            _refuse(f"the attention {node.name} has one already")
+        if _at(node, _BIAS) is not None:
+            _refuse(f"the attention {node.name} adds {_at(node, _BIAS)} to its scores")
+        if node.attributes.get_int("causal", 1) == 0:
+            _refuse(f"the attention {node.name} also looks ahead")
+        if node.attributes.get_int("do_rotary", 0) == 0:
+            _refuse(f"the attention {node.name} has no rotary embedding to tell positions to")
+        if _inputs_of([_at(node, 7), _at(node, 8)]):
+            _refuse(f"the rotary table of {node.name} depends on the number of tokens")
+    given = [value for value in model.graph.inputs if not value.is_initializer()]
+    if len(given) != 1 or given[0].dtype not in (ir.DataType.INT64, ir.DataType.INT32):
+        names = ", ".join(str(value.name) for value in given)
+        _refuse(f"a model of token ids alone is wanted, and this one takes {names}")
+    for node in model.graph:
+        if node.op_type in _COUNTING and _inputs_of(node.inputs):
+            _refuse(f"node {node.name} ({node.op_type}) counts the tokens it is given")
+    return given[0]
+
+
+def _refuse(why: str) -> None:
+    raise InputError(
+        f"--add-cache: {why}; export the model with past_key_values instead (qgraph explain says "
+        "what was fused and what was not)"
+    )
+
+
+def _at(node: ir.Node, index: int) -> ir.Value | None:
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def _inputs_of(values: Iterable[ir.Value | None]) -> set[ir.Value]:
+    """The inputs of the model that values are computed from."""
+    pending, seen = [value for value in values if value is not None], set[ir.Value]()
+    while pending:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        node = value.producer()
+        pending += [each for each in node.inputs if each is not None] if node is not None else []
+    return {value for value in seen if value.is_graph_input() and not value.is_initializer()}
+
+
+def _input(
+    model: ir.Model, name: str, dtype: ir.DataType, shape: Sequence[int | str | ir.SymbolicDim]
+) -> ir.Value:
+    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+    model.graph.inputs.append(value)
+    return value
+
+
+def _cached(
+    shared: FusionContext,
+    node: ir.Node,
+    layer: int,
+    source: Source,
+    positions: ir.Value,
+    batch: int | ir.SymbolicDim,
+) -> None:
+    """The attention of one layer with its cache, in place of the one without."""
+    model, builder = shared.model, Builder(shared, node)
+    size, pairs = head_size(node), node.attributes.get_int("kv_num_heads", 0)
+    query = node.inputs[0]
+    if size is None or query is None or query.dtype is None:
+        _refuse(f"the size of a head of {node.name} is not known")
+        return
+    names = [f"{layer}.{part}" for part in ("key", "value")]
+    dims = [batch, pairs, _PAST, size]
+    pasts = [_input(model, f"past_key_values.{name}", query.dtype, dims) for name in names]
+    lengths = source.lengths(builder)
+    told: list[ir.Value | None] = [*node.inputs, *[None] * (_SEQLENS + 1 - len(node.inputs))]
+    told[_KEYS : _KEYS + 4] = [*pasts, lengths.last, lengths.total]
+    told[9], told[_SEQLENS] = positions, lengths.new
+    told[_BIAS] = bias_of(builder, source, None, query.dtype)
+    presents = [
+        ir.Value(type=ir.TensorType(query.dtype), shape=ir.Shape([batch, pairs, _TOTAL, size]))
+        for _ in names
+    ]
+    plain = {key: each.value for key, each in node.attributes.items()}
+    made, *present = builder.ops(
+        CACHING, told, [node.outputs[0], *presents], domain=MICROSOFT, attributes=plain
+    )
+    for value, name in zip(present, names, strict=True):
+        value.name = f"present.{name}"
+        model.graph.outputs.append(value)
+    new = made.producer()
+    assert new is not None
+    old, new.name = node.name, f"{node.name}/old"
+    ir.convenience.replace_all_uses_with(node.outputs[0], made)
+    model.graph.remove(node, safe=True)
+    new.name = old

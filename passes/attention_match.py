@@ -1,0 +1,163 @@
+"""An attention, understood: where its heads come from, its cache, its mask, its positions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import onnx_ir as ir
+
+from qgraph.passes.attention_core import Core, OtherwiseError, result_of
+from qgraph.passes.attention_heads import Heads, Scaled, fixed, heads_of, rank, unviewed
+from qgraph.passes.attention_mask import Mask, NoMaskError, read_mask
+from qgraph.passes.attention_past import Joined, joined_of
+from qgraph.passes.attention_probe import Frame
+from qgraph.passes.fuse_rotary import NoTableError, Rotary, Table, read_table, rotary_of
+from qgraph.passes.fusion import FusionContext
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One attention, understood.
+
+    result: the value that takes the new op's result.
+    query, key, value: where the heads come from, before rotary embedding and cache.
+    untabled: why a rotary embedding stays in front of the op.
+    heads, groups, size: of query heads, of heads of keys and values, elements of each.
+    """
+
+    core: Core
+    result: Heads
+    query: Heads
+    key: Heads
+    value: Heads
+    past: tuple[Joined, Joined] | None
+    table: Table | None
+    untabled: str
+    mask: Mask
+    frame: Frame
+    heads: int
+    groups: int
+    size: int
+    scale: float
+
+    @property
+    def summary(self) -> str:
+        """What it is, in words."""
+        words = [
+            f"{self.heads} heads" + (f" over {self.groups}" if self.groups != self.heads else "")
+        ]
+        words += ["rotary embedding"] if self.table else []
+        words += ["cache"] if self.past else []
+        words += ["causal"] if self.mask.causal else []
+        words += [f"window of {self.mask.window}"] if self.mask.window else []
+        words += ["padding"] if self.mask.padding is not None else []
+        words += ["bias"] if self.mask.bias is not None else []
+        return ", ".join(words)
+
+
+def understood(context: FusionContext, core: Core) -> Attention:
+    """What is around a softmax.
+
+    Raises:
+        OtherwiseError: its heads or its cache are in no known order.
+        NoMaskError: its mask is none that the kernels know.
+    """
+    node = core.node
+    size = fixed(core.query, 3)
+    if size is None:
+        raise OtherwiseError(node, f"how long the heads in {core.query.name} are is not known")
+    queries, keys = unviewed(core.query), unviewed(core.key)
+    values = unviewed(core.value, factors=False)
+    assert queries is not None and keys is not None and values is not None
+    past = _past(node, joined_of(keys.value), joined_of(values.value))
+    new = past[0].new if past else keys.value
+    groups = fixed(past[0].past, 1) if past else None
+    frame = _frame(node, core.query, past)
+    turned = rotary_of(queries.value), rotary_of(new)
+    table = _table(context, turned, frame)
+    if not isinstance(table, Table):
+        turned = (None, None)
+    query = _heads(node, core.query, queries, turned[0], fixed(core.query, 1), size)
+    key = _heads(node, past[0].new if past else core.key, unviewed(new), turned[1], groups, size)
+    groups = groups or _count(key[0], size)
+    value = _heads(node, past[1].new if past else core.value, None, None, groups, size)
+    return Attention(
+        core, result_of(core), query[0], key[0], value[0], past,
+        table if isinstance(table, Table) else None, table if isinstance(table, str) else "",
+        _mask(context, core, frame), frame, _count(query[0], size), groups, size,
+        core.factor * query[1] * key[1] * (keys.factor if past or turned[1] else 1.0),
+    )  # fmt: skip
+
+
+def _past(node: ir.Node, key: Joined | None, value: Joined | None) -> tuple[Joined, Joined] | None:
+    if (key is None) != (value is None):
+        raise OtherwiseError(node, "only one of keys and values has a cache")
+    return (key, value) if key is not None and value is not None else None
+
+
+def _heads(
+    node: ir.Node,
+    value: ir.Value,
+    end: Scaled | None,
+    turned: Rotary | None,
+    count: int | None,
+    size: int,
+) -> tuple[Heads, float]:
+    """Where heads come from, behind a rotary embedding at `end`; factors on the way."""
+    found = heads_of(turned.x if turned else value, count, size)
+    if found is None:
+        raise OtherwiseError(node, f"the heads in {value.name} are made in no known order")
+    return found[0], found[1] * (end.factor if turned and end else 1.0)
+
+
+def _count(heads: Heads, size: int) -> int:
+    axis = {"packed": 2, "tokens first": 2, "heads first": 1}[heads.layout]
+    dim = fixed(heads.value, axis)
+    assert dim is not None  # the layout was told by it
+    return dim // size if heads.layout == "packed" else dim
+
+
+def _frame(node: ir.Node, query: ir.Value, past: tuple[Joined, Joined] | None) -> Frame:
+    """The names of the dimensions, of queries `[B, H, S, D]` and the cache."""
+    cached = past[0].past.shape if past is not None else None
+    dims = [_named(dim) for dim in query.shape or ()]
+    length = _named(cached[2]) if cached is not None else None
+    if len(dims) != 4 or dims[0] is None or dims[2] is None or (past and length is None):
+        raise OtherwiseError(node, f"the dimensions {query.shape} of {query.name} have no names")
+    return Frame(dims[0], dims[2], length)
+
+
+def _named(dim: int | ir.SymbolicDim) -> int | str | None:
+    return dim if isinstance(dim, int) else dim.value
+
+
+def _table(
+    context: FusionContext, turned: tuple[Rotary | None, Rotary | None], frame: Frame
+) -> Table | str | None:
+    """The table that turns queries and keys alike; in words, why what turns them stays in front."""
+    first, second = turned
+    if first is None or second is None:
+        return None if first is second else "only one of queries and keys is turned"
+    try:
+        table = read_table(context, first, frame)
+        same = read_table(context, second, frame) is table
+    except NoTableError as error:
+        return str(error)
+    return table if same else "queries and keys are turned by different angles"
+
+
+def _mask(context: FusionContext, core: Core, frame: Frame) -> Mask:
+    """The mask of the scores; one that is none of the known kinds is added as the graph has it.
+
+    Raises:
+        NoMaskError: there are several of them, or it is none that can be added.
+    """
+    try:
+        found = read_mask(context, core.terms, frame)
+        return dataclasses.replace(found, causal=found.causal or core.causal)
+    except NoMaskError:
+        term = core.terms[0]
+        added = term.kind == "add" and term.value.dtype == core.query.dtype
+        if len(core.terms) > 1 or not added or rank(term.value) != 4:
+            raise
+        return Mask(bias=term.value)

@@ -1,0 +1,132 @@
+"""The runtime's ops of attention, and what they are told: heads, lengths, tables, bias."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from qgraph.passes.attention_heads import HEADS_FIRST
+from qgraph.passes.attention_match import Attention
+from qgraph.passes.attention_past import Source, bias_of
+from qgraph.passes.fuse_rotary import Table, cos_and_sin
+from qgraph.passes.fusion import MICROSOFT, Attributes, Builder
+from qgraph.passes.matching import made_by
+
+GROUPED = "GroupQueryAttention"
+MULTI_HEAD = "MultiHeadAttention"
+ROTARY = "RotaryEmbedding"
+
+
+def is_grouped(found: Attention) -> bool:
+    """Whether GroupQueryAttention is wanted; the other one is faster where it will do."""
+    needed = found.mask.causal or found.core.cap is not None
+    return needed or found.groups != found.heads or bool(found.past) or found.table is not None
+
+
+def _turns_in_front(found: Attention) -> bool:
+    """Whether heads are turned by an op of its own.
+
+    Without a cache the kernel counts positions itself, whatever it is told of them.
+    """
+    return found.table is not None and found.table.positions is not None and found.past is None
+
+
+def packed_source(found: Attention) -> ir.Value | None:
+    """The `[B, S, (H + 2 KV)·D]` that queries, keys and values are split from, in that order."""
+    parts = [found.query, found.key, found.value]
+    split = made_by(parts[0].value, "Split")
+    if split is None or not is_grouped(found) or _turns_in_front(found):
+        return None
+    if any(each.layout != "packed" for each in parts):
+        return None
+    if [each.value for each in parts] != list(split.outputs):
+        return None
+    return split.inputs[0] if split.attributes.get_int("axis", 0) in (2, -1) else None
+
+
+def attended(builder: Builder, found: Attention, source: Source) -> list[ir.Value]:
+    """The op; its result as the graph goes on with it, then the cache's."""
+    told, attributes = (_grouped if is_grouped(found) else _multi_head)(builder, found, source)
+    if abs(found.scale * found.size**0.5 - 1) > 1e-6:
+        attributes["scale"] = float(found.scale)
+    while told[-1] is None:
+        told.pop()
+    result = found.result.value
+    like: list[ir.Value | None] = [result]
+    if found.past is not None:
+        like += [each.present for each in found.past]
+    op = GROUPED if is_grouped(found) else MULTI_HEAD
+    made, *present = builder.ops(op, told, like, domain=MICROSOFT, attributes=attributes)
+    if found.result.layout == "packed":
+        return [made, *present]
+    made.shape = None
+    return [_split(builder, made, found), *present]
+
+
+def _multi_head(
+    builder: Builder, found: Attention, source: Source
+) -> tuple[list[ir.Value | None], Attributes]:
+    packed = [each.packed(builder) for each in (found.query, found.key, found.value)]
+    bias = bias_of(builder, source, found.mask.bias, found.core.query.dtype)
+    return [*packed, None, None, bias], {"num_heads": found.heads}
+
+
+def _grouped(
+    builder: Builder, found: Attention, source: Source
+) -> tuple[list[ir.Value | None], Attributes]:
+    """Inputs and attributes.
+
+    How many of the tokens are new is told as well where there is a cache: without it the
+    kernel takes a first prompt's positions to be 0, 1, …, and prompts behind a cache one by one.
+    """
+    attributes: Attributes = {"num_heads": found.heads, "kv_num_heads": found.groups}
+    if not found.mask.causal:
+        attributes["causal"] = 0
+    if found.mask.window is not None:
+        attributes["local_window_size"] = found.mask.window
+    if found.core.cap is not None:
+        attributes["softcap"] = float(found.core.cap)
+    table: list[ir.Value | None] = [None, None, None]
+    whole = packed_source(found)
+    parts: list[ir.Value | None] = [whole, None, None]
+    if whole is None:
+        parts = [each.packed(builder) for each in (found.query, found.key, found.value)]
+    if found.table is not None and _turns_in_front(found):
+        parts[:2] = [
+            _turned(builder, found, found.table, part, heads)
+            for part, heads in zip(parts[:2], (found.heads, found.groups), strict=True)
+        ]
+    elif found.table is not None:
+        attributes["do_rotary"] = 1
+        if found.table.interleaved:
+            attributes["rotary_interleaved"] = 1
+        table = [*cos_and_sin(builder, found.table, found.frame), found.table.positions]
+    past: list[ir.Value | None] = [None, None]
+    if found.past is not None:
+        past = [each.past for each in found.past]
+    lengths = source.lengths(builder)
+    bias = bias_of(builder, source, found.mask.bias, found.core.query.dtype)
+    new = lengths.new if found.past is not None else None
+    told = [*parts, *past, lengths.last, lengths.total, *table, bias]
+    return [*told, None, None, None, None, None, new], attributes
+
+
+def _turned(
+    builder: Builder, found: Attention, table: Table, packed: ir.Value | None, heads: int
+) -> ir.Value:
+    """Heads `[B, S, H·D]`, turned by the angles of their positions."""
+    attributes: Attributes = {"num_heads": heads, "interleaved": int(table.interleaved)}
+    if 2 * table.half != found.size:
+        attributes["rotary_embedding_dim"] = 2 * table.half
+    told = [packed, table.positions, *cos_and_sin(builder, table, found.frame)]
+    return builder.op(ROTARY, told, domain=MICROSOFT, attributes=attributes, like=packed)
+
+
+def _split(builder: Builder, value: ir.Value, found: Attention) -> ir.Value:
+    """The heads of `[B, S, H·D]` as the graph goes on with them."""
+    result = found.result.value
+    shape = builder.constant("split_heads", np.array([0, 0, found.heads, found.size], np.int64))
+    if found.result.layout == "tokens first":
+        return builder.op("Reshape", [value, shape], like=result)
+    apart = builder.op("Reshape", [value, shape], dtype=value.dtype)
+    return builder.op("Transpose", [apart], attributes={"perm": [*HEADS_FIRST]}, like=result)

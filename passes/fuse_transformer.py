@@ -1,0 +1,150 @@
+"""Rewrite what exporters spell out into the fused ops of ONNX Runtime, each proven at its site."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
+
+import onnx_ir as ir
+
+from qgraph.graph import Graph
+from qgraph.passes.base import Context, Pass
+from qgraph.passes.fold_constants import fold_constants
+from qgraph.passes.fold_shapes import fold_shapes
+from qgraph.passes.fuse_activation import activation
+from qgraph.passes.fuse_attention import attention
+from qgraph.passes.fuse_bias import linear_bias
+from qgraph.passes.fuse_norms import norms
+from qgraph.passes.fuse_skip_norm import skip_norm
+from qgraph.passes.fusion import Builder, Candidate, Fusion, FusionContext, Miss
+from qgraph.passes.fusion_check import FusionCheck
+from qgraph.passes.infer_dims import infer_dims
+from qgraph.passes.merge_linears import merge_linears
+from qgraph.passes.undeclared import undeclared
+from qgraph.report import Step
+from qgraph.rewrite import Rewriter
+
+FUSIONS: tuple[Fusion, ...] = (
+    norms,
+    linear_bias,
+    activation,
+    attention,
+    skip_norm,
+    merge_linears,
+)
+"""All fusions, in order: later ones see what earlier ones made."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseTransformer(Pass):
+    """Norms, activations, attention: many small ops become one.
+
+    before:  s = Pow(x, 2); m = ReduceMean(s, -1); … y = Mul(w, Mul(x, Reciprocal(Sqrt(…))))
+    after:   y = SimplifiedLayerNormalization(x, w)
+    """
+
+    name: ClassVar[str] = "fuse_transformer"
+
+    def run(self, graph: Graph, context: Context) -> list[Step]:
+        """Fuse what is proven to compute the same; what is not stays, with a reason."""
+        if context.evaluate is None or not context.plan.recipe.fuse:
+            return []
+        context.findings.merged.clear()
+        with undeclared(graph.model.graph) as complete:
+            return self._fused(graph, context, complete)
+
+    def _fused(self, graph: Graph, context: Context, complete: Callable[[], None]) -> list[Step]:
+        assert context.evaluate is not None  # `run` has looked
+        shared = FusionContext(Rewriter(graph.model), context.capabilities, context.findings)
+        fold_constants(shared.rewriter, context.evaluate)
+        if fold_shapes(shared.rewriter, infer_dims(graph.model.graph)):
+            graph.model.graph.sort()
+            fold_constants(shared.rewriter, context.evaluate)
+        complete()
+        check = FusionCheck(graph.model, context.evaluate)
+        steps: list[Step] = []
+        for fusion in FUSIONS:
+            for found in fusion(graph.model, shared):
+                if isinstance(found, Miss):
+                    steps.append(_missed(found))
+                else:
+                    steps.append(_apply(found, shared, check))
+        if any(step.outcome == "done" for step in steps):
+            graph.model.graph.sort()
+        return steps
+
+
+def _missed(miss: Miss) -> Step:
+    detail = f"nearest: {miss.nearest}; {miss.edge}"
+    return Step(
+        FuseTransformer.name, miss.fusion, _name(miss.node), "kept", "FUSION_MISSED", detail
+    )
+
+
+def _apply(candidate: Candidate, shared: FusionContext, check: FusionCheck) -> Step:
+    """Make the new nodes, prove them, and put them in place of the old ones or take them away."""
+    name, into = _name(candidate.node), candidate.into
+    builder = Builder(shared, candidate.node)
+    new = candidate.build(builder, candidate.inputs)
+    trial = check(candidate, new)
+    if trial.why:
+        shared.rewriter.drop_unused(builder.made)
+        detail = f"{into}: {trial.why}"
+        return Step(
+            FuseTransformer.name, candidate.fusion, name, "kept", "FUSION_FAILED_CHECK", detail
+        )
+    if candidate.merged:
+        linear = next(node for node in builder.made if node.op_type == "MatMulNBits")
+        shared.findings.merged[str(linear.name)] = candidate.merged
+    was = candidate.node.op_type
+    old = list(_region(candidate.outputs, candidate.inputs))
+    _replace(candidate, new, shared.rewriter)
+    shared.made[_producer(new[0])] = candidate
+    shared.rewriter.drop_unused(old)
+    kept = "" if candidate.node.graph is None else "; the old node is read elsewhere"
+    detail = f"{was} → {into}{f': {candidate.reason}' if candidate.reason else ''}{kept}"
+    return Step(FuseTransformer.name, candidate.fusion, name, "done", None, detail)
+
+
+def _replace(candidate: Candidate, new: Sequence[ir.Value], rewriter: Rewriter) -> None:
+    """Let the readers of the old outputs read the new ones, which take over names and types."""
+    for before, after in zip(candidate.outputs, new, strict=True):
+        name, kind, shape = before.name, before.type, before.shape
+        before.replace_all_uses_with(after, replace_graph_outputs=True)
+        before.name = rewriter.unique(f"{name}/before")
+        after.name = name
+        after.type, after.shape = kind or after.type, shape or after.shape
+    producer, name = _producer(new[0]), candidate.node.name
+    candidate.node.name, producer.name = producer.name, name
+
+
+def _producer(value: ir.Value) -> ir.Node:
+    producer = value.producer()
+    assert producer is not None, "a fusion makes nodes"
+    return producer
+
+
+def _region(outputs: Sequence[ir.Value], inputs: Sequence[ir.Value]) -> Iterator[ir.Node]:
+    """The nodes between `inputs` and `outputs`, each before its readers."""
+    order: dict[ir.Node, None] = {}
+    stop = set(inputs)
+    pending = [node for value in outputs if (node := value.producer()) is not None]
+    while pending:
+        node = pending[-1]
+        needed = [
+            made
+            for value in node.inputs
+            if value is not None and value not in stop
+            and (made := value.producer()) is not None and made not in order
+        ]  # fmt: skip
+        if node in order or not needed:
+            order[node] = None
+            pending.pop()
+        else:
+            pending += needed
+    return iter(order)
+
+
+def _name(node: ir.Node) -> str:
+    return node.name or node.op_type

@@ -1,0 +1,72 @@
+"""The profile of a real run, beside what a graph says of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from qgraph.explanation import Explanation, LevelProof
+from qgraph.graph import Graph
+from qgraph.run_profile import Profile, ProfileRow, RunOf
+from qgraph.site_nodes import SiteNodes
+
+if TYPE_CHECKING:
+    from qgraph.runtimes.base import Feeds, Runtime
+
+PROFILE_RUNS = 10
+
+
+def measured(
+    explanation: Explanation,
+    graph: Graph,
+    runtime: Runtime,
+    rows: int | None = None,
+    against: Graph | None = None,
+) -> Explanation:
+    """`explanation` of `graph` with the profile of a real run, and the proof of int8 compute.
+
+    rows: of its inputs, see `axis_of`; None for those of `Runtime.synthesize`.
+    against: another graph with the same inputs, whose sites are timed too.
+    """
+    feeds, rows = runtime.rows_of(_source(graph), rows)
+    shapes = {name: tuple(array.shape) for name, array in feeds.items()}
+    run = RunOf(shapes, rows, PROFILE_RUNS)
+    if against is not None:
+        other = Profile(_profiled(against, runtime, feeds))
+        run = dataclasses.replace(
+            run, against=against.title, against_us=other.total, against_times=other.times
+        )
+    kernels = Counter(
+        (row.bits, row.block)
+        for row in explanation.sites
+        if row.level == 4 and row.bits is not None and row.block is not None
+    )
+    proofs = [
+        LevelProof(bits, block, runtime.level_difference(bits, block), count)
+        for (bits, block), count in sorted(kernels.items())
+    ]
+    profile = Profile(_profiled(graph, runtime, feeds), run)
+    return dataclasses.replace(explanation, source="run", profile=profile, proofs=tuple(proofs))
+
+
+def _profiled(graph: Graph, runtime: Runtime, feeds: Feeds) -> tuple[ProfileRow, ...]:
+    """Every node that ran, with the sites that it stands for."""
+    owners = SiteNodes(graph.model, graph.sites())
+    rows = []
+    for item in runtime.profile(_source(graph), feeds, runs=PROFILE_RUNS):
+        op = f"{item.domain}::{item.op}" if item.domain else item.op
+        owner = owners.of(item.node)
+        rows.append(
+            ProfileRow(
+                item.node, op, item.provider, item.microseconds, item.calls, owner.sites, owner.many
+            )
+        )
+    return tuple(rows)
+
+
+def _source(graph: Graph) -> Path | ir.Model:
+    return graph.source if graph.source is not None else graph.model

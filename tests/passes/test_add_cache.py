@@ -1,0 +1,103 @@
+"""A decoder that was exported without a cache gets one, and says the same with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from text_models import VOCABULARY, attention_decoder, byte_tokenizer, tiny_llama
+
+import qgraph
+from qgraph.errors import InputError
+from qgraph.generating import TextModel
+
+PROMPTS = ["Once upon a time", "The end"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    byte_tokenizer(folder)
+    tiny_llama(folder / "model.onnx", past=False, plain=False)
+    return folder / "model.onnx"
+
+
+@pytest.fixture(scope="module")
+def cached(plain: Path) -> Path:
+    output = plain.with_name("cached.onnx")
+    qgraph.optimize(plain, output, format="int8", group=32, add_cache=True)
+    return output
+
+
+@pytest.fixture(scope="module")
+def without(plain: Path) -> Path:
+    """The same weights without a cache."""
+    output = plain.with_name("int8.onnx")
+    qgraph.optimize(plain, output, format="int8", group=32)
+    return output
+
+
+def test_every_attention_has_a_past_and_a_present(cached: Path) -> None:
+    model = ir.load(cached)
+    assert Counter(node.op_type for node in model.graph)["GroupQueryAttention"] == 2
+    names = [f"{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
+    assert [value.name for value in model.graph.inputs] == [
+        "input_ids", "attention_mask", "position_ids", *(f"past_key_values.{n}" for n in names),
+    ]  # fmt: skip
+    assert [value.name for value in model.graph.outputs] == [
+        "logits", *(f"present.{name}" for name in names),
+    ]  # fmt: skip
+    past = model.graph.inputs[3]
+    assert [str(dim) for dim in past.shape or ()] == ["batch", "2", "past_sequence", "16"]
+
+
+def test_text_is_that_of_the_graph_without_a_cache(without: Path, cached: Path) -> None:
+    slow, model = TextModel(without), TextModel(cached)
+    assert model.decoder.shared and model.notes == ()
+    wanted = [slow.generate(prompt, max_tokens=16).finish().rows[0].tokens for prompt in PROMPTS]
+    found = model.generate(PROMPTS, max_tokens=16).finish()  # one of them is padded
+    assert [row.tokens for row in found.rows] == wanted
+
+
+def test_a_cache_of_its_own_length_serves_as_well(without: Path, cached: Path) -> None:
+    """Not a buffer: each present is the next past, read in three parts of unequal length."""
+    ids = np.random.default_rng(0).integers(0, 256, (2, 9))
+    (whole,) = ort.InferenceSession(without).run(None, {"input_ids": ids})
+    session = ort.InferenceSession(cached)
+    names = [each.name for each in session.get_inputs()[3:]]
+    pasts = dict.fromkeys(names, np.zeros((2, 2, 0, 16), np.float32))
+    parts = []
+    for start, end in ((0, 4), (4, 5), (5, 9)):
+        feeds = {"input_ids": ids[:, start:end], "attention_mask": np.ones((2, end), np.int64)}
+        feeds["position_ids"] = np.tile(np.arange(start, end), (2, 1))
+        logits, *presents = session.run(None, feeds | pasts)
+        pasts = dict(zip(names, presents, strict=True))
+        parts.append(logits)
+    found = np.concatenate(parts, 1)
+    assert found.shape == (2, 9, VOCABULARY)
+    np.testing.assert_allclose(found, whole, rtol=0, atol=1e-3 * np.abs(whole).max())
+
+
+def test_graphs_that_cannot_have_one_are_refused(plain: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.onnx"
+    has = attention_decoder(tmp_path / "has.onnx")
+    with pytest.raises(InputError, match=r"--add-cache: the attention .* has one already"):
+        qgraph.optimize(has, output, add_cache=True)
+    tiny_llama(tmp_path / "op.onnx", past=False)
+    model = ir.load(tmp_path / "op.onnx")
+    for node in model.graph:
+        if node.op_type == "Attention":
+            node.attributes["is_causal"] = ir.AttrInt64("is_causal", 0)
+            node.replace_input_with(3, None)  # it looks ahead, as an encoder does
+    ir.save(model, tmp_path / "encoder.onnx")
+    with pytest.raises(InputError, match=r"--add-cache: .* export the model with past_key_values"):
+        qgraph.optimize(tmp_path / "encoder.onnx", output, add_cache=True)
+    with pytest.raises(InputError, match="add_cache needs fused attention"):
+        qgraph.optimize(plain, output, add_cache=True, fuse=False)
+    with pytest.raises(InputError, match="--add-cache is for the targets ort-cpu, ort-cuda"):
+        qgraph.optimize(plain, output, add_cache=True, target="qdq")
+    assert not output.exists()
