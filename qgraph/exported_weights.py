@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,11 +14,11 @@ from qgraph.adopted import QdqSource, StoredSource
 from qgraph.checkpoint_floats import holds
 from qgraph.constants import FLOATS, open_array, small_ints
 from qgraph.errors import CoverageError, InputError
-from qgraph.formats.base import Array, Format, parse
+from qgraph.formats.base import Array, Format, QuantizedWeight, parse
 from qgraph.formats.grouping import count_groups
 from qgraph.graph import Graph
 from qgraph.packed_sources import packed_source
-from qgraph.quant_tensor import QuantSource, QuantTensor
+from qgraph.quant_tensor import Deviation, QuantSource, QuantTensor
 from qgraph.scopes import scopes
 from qgraph.selectors import ALIASES
 from qgraph.sites import Site
@@ -36,11 +36,13 @@ class Place:
 
     name: the parameter. k: the length of its rows, which a packed table pads.
     format: as it was quantized, spelled; kernels read several formats alike.
+    rows: those of the site's weight that are its, where the weight is that of several linears.
     """
 
     name: str
     k: int
     format: str | None = None
+    rows: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,7 +80,7 @@ class GraphTensor:
         return found[start:stop] if self.shape else found
 
 
-def weights_of(graph: Graph, places: Mapping[str, Place]) -> list[Weight]:
+def weights_of(graph: Graph, places: Mapping[str, Sequence[Place]]) -> list[Weight]:
     """Every quantized weight of a graph, once, in graph order.
 
     places: of the sites, by their names.
@@ -93,17 +95,19 @@ def weights_of(graph: Graph, places: Mapping[str, Place]) -> list[Weight]:
     for site in graph.sites():
         if site.state == "float":
             continue
-        place = places[site.name]
-        name = place.name
-        weight = Weight(name, _source(site, place), _order(site))
         _check_factors(site)
-        key = _identity(weight.source)
-        if key in seen:
-            continue
-        if name in found:
-            raise InputError(f"two quantized weights are called {name}: {site.name} has another")
-        seen[key] = name
-        found[name] = weight
+        for place in places[site.name]:
+            name = place.name
+            weight = Weight(name, _source(site, place), _order(site))
+            key = _identity(weight.source)
+            if key in seen:
+                continue
+            if name in found:
+                raise InputError(
+                    f"two quantized weights are called {name}: {site.name} has another"
+                )
+            seen[key] = name
+            found[name] = weight
     if not found:
         raise CoverageError("nothing was quantized: there is nothing to export")
     return list(found.values())
@@ -121,7 +125,30 @@ def _source(site: Site, place: Place) -> QuantSource:
             f"{site.name} reads {site.weight_name} in a packing that cannot be read back: export "
             "from the float model"
         )
-    return _as_quantized(found, place.format)
+    whole = _as_quantized(found, place.format)
+    return whole if place.rows is None else RowsSource(whole, *place.rows, place.name)
+
+
+class RowsSource(QuantSource):
+    """Rows `start:stop` of another source."""
+
+    def __init__(self, whole: QuantSource, start: int, stop: int, name: str) -> None:
+        self.whole, self.start, self.name = whole, start, name
+        self.format, self.k, self.scale_dtype = whole.format, whole.k, whole.scale_dtype
+        self.n = stop - start
+        self.key = (_identity(whole), start, stop)
+
+    def block(self, start: int, stop: int) -> QuantizedWeight:
+        """See `QuantSource.block`."""
+        return self.whole.block(self.start + start, self.start + stop)
+
+    def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:
+        """See `QuantSource.deviation`."""
+        return self.whole.deviation(self.start + start, self.start + stop, weight)
+
+    def release(self) -> None:
+        """See `QuantSource.release`."""
+        self.whole.release()
 
 
 def _of_this_run(site: Site) -> QuantSource | None:

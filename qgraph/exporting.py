@@ -28,8 +28,11 @@ from qgraph.quant_tensor import QuantSource
 from qgraph.recipe import FLOAT, Override, Recipe
 from qgraph.report import Report
 from qgraph.selectors import names_of
+from qgraph.sites import Site
 
 SHOWN = 5
+_BIAS = 5
+"""The place of the bias among the inputs of MatMulNBits."""
 _HEADS = frozenset(("lm_head", "lm_head.weight", "embed_out", "embed_out.weight"))
 _OPTIONS = frozenset(
     "recipe format group solver calibration include exclude overrides options embedding "
@@ -166,7 +169,7 @@ def _quantized(
     folder: Path | None,
     options: Mapping[str, Any],
     said: Progress,
-) -> tuple[Graph, dict[str, Place], Report]:
+) -> tuple[Graph, dict[str, list[Place]], Report]:
     """The graph quantized as asked for, and the parameter of each site."""
     from qgraph.pipeline import optimize
 
@@ -196,7 +199,7 @@ def _quantized(
         progress=said,
     )
     places = {
-        item.site: Place(_name(item.weight, item.module, item.role), item.k, item.format)
+        item.site: [Place(_name(item.weight, item.module, item.role), item.k, item.format)]
         for item in result.plan.decisions
     }
     return result.graph, places, result.report
@@ -226,8 +229,8 @@ def _are_texts(calibrate: Any) -> bool:
     return any(path.suffix not in (".npz", ".jsonl") for path in paths)
 
 
-def _places(graph: Graph, options: Mapping[str, Any]) -> dict[str, Place]:
-    """The parameter of each site of a graph that came quantized, as its metadata has them."""
+def _places(graph: Graph, options: Mapping[str, Any]) -> dict[str, list[Place]]:
+    """The parameters of each site of a graph that came quantized, as its metadata has them."""
     given = sorted(key for key, value in options.items() if value not in (None, (), [], {}))
     if given:
         word = "a recipe (a format, a solver, …)" if given[0] == "recipe" else given[0]
@@ -236,21 +239,48 @@ def _places(graph: Graph, options: Mapping[str, Any]) -> dict[str, Place]:
             "export the float model"
         )
     known = read_metadata(graph.model).get("sites")
+    known = known if isinstance(known, dict) else {}  # whatever others made of it
     found = {}
     for site in graph.sites():
-        item = known.get(site.name) if isinstance(known, dict) else None
-        item = item if isinstance(item, dict) else {}  # whatever others made of it
+        item = known.get(site.name)
+        item = item if isinstance(item, dict) else {}
         if held := item.get("holds"):
-            raise InputError(
-                f"{site.name} holds the weights of {', '.join(map(str, held))} as one, and a "
-                "checkpoint has them apart: optimize with --no-fuse, and export that"
-            )
-        weight = str(item.get("weight", site.weight_name.removesuffix(".codes")))
-        name = _name(weight, str(item.get("module", "")), site.role)
-        k, spelled = item.get("k"), item.get("format")
-        k, spelled = (k if type(k) is int else site.k), (spelled and str(spelled))
-        found[site.name] = Place(name, k, spelled)
+            found[site.name] = _apart(site, held, known)
+            continue
+        found[site.name] = [_place(site, item)]
     return found
+
+
+def _place(site: Site, item: Mapping[str, Any]) -> Place:
+    weight = str(item.get("weight", site.weight_name.removesuffix(".codes")))
+    name = _name(weight, str(item.get("module", "")), site.role)
+    k, spelled = item.get("k"), item.get("format")
+    return Place(name, k if type(k) is int else site.k, spelled and str(spelled))
+
+
+def _apart(site: Site, held: Any, known: Mapping[str, Any]) -> list[Place]:
+    """The parameters whose rows lie behind each other in the weight of a site."""
+    items = [known.get(name) for name in held] if isinstance(held, list) else []
+    places, at = [], 0
+    for item in items:
+        n = item.get("n") if isinstance(item, dict) else None
+        if not isinstance(item, dict) or type(n) is not int or n < 1:
+            break
+        places.append(dataclasses.replace(_place(site, item), rows=(at, at + n)))
+        at += n
+    if at != site.n or len(places) != len(items):
+        raise InputError(
+            f"{site.name} holds the weights of several linears as one, and the model's metadata "
+            f"({held}, {at} rows) does not say where each of its {site.n} rows belongs: optimize "
+            "with --no-fuse, and export that"
+        )
+    inputs = site.node.inputs
+    if site.node.op_type == "MatMulNBits" and len(inputs) > _BIAS and inputs[_BIAS] is not None:
+        raise InputError(
+            f"{site.name} holds the biases of {', '.join(map(str, held))} as one, and a "
+            "checkpoint has them apart: optimize with --no-fuse, and export that"
+        )
+    return places
 
 
 def _name(weight: str, module: str, role: str) -> str:

@@ -22,6 +22,7 @@ from qgraph.checkpoints.base import (
     Outgoing,
     SourceEntry,
 )
+from qgraph.checkpoints.expert_stacks import WANTED, ExpertStack, stack_of
 from qgraph.checkpoints.opening import FLOAT, open_checkpoint
 from qgraph.constants import same_file
 from qgraph.errors import CoverageError, InputError, MissingExtra
@@ -48,7 +49,8 @@ BY_NAME = "no linear by its name (--include takes it)"
 class Kept:
     """A tensor that stays in float, and why.
 
-    is_weight: whether it is a matrix, or several (of experts, of a convolution).
+    is_weight: whether it is a matrix, or several (of experts, of a convolution), and no biases of
+        experts.
     """
 
     name: str
@@ -168,7 +170,9 @@ def quantize_checkpoint(
     _check(opened, Path(output))
     _check_patterns(include, list(opened.floats))
     _check_patterns(exclude, list(opened.floats))
-    chosen, kept = _choose(opened, include, exclude)
+    chosen, kept = _choose(opened, include, exclude, experts=target.only_experts)
+    if target.only_experts and not chosen:
+        raise CoverageError(_no_stacks(opened, kept, layout))
     fmt = _format(target, format, group, [tensor.shape[1] for tensor in chosen])
     if ranges is not None and ranges.left_out(fmt):
         raise InputError(f"{ranges.left_out(fmt)}: take --solver rtn, or a format with groups")
@@ -178,7 +182,13 @@ def quantize_checkpoint(
         source = TensorSource(tensor, fmt, stored)
         if ranges is not None:
             source = SolvedTensorSource(tensor, fmt, stored, ranges)
-        entry = SourceEntry.of(source, tensor.name)
+        stack = tensor if isinstance(tensor, ExpertStack) else None
+        entry = SourceEntry.of(
+            source,
+            tensor.name,
+            experts=stack and stack.experts,
+            bias=stack and stack.bias,
+        )
         reason = target.can_write(entry)
         if reason is None:
             entries.append(entry)
@@ -249,14 +259,19 @@ def _check(opened: Checkpoint, output: Path) -> None:
 
 
 def _choose(
-    opened: Checkpoint, include: Sequence[str], exclude: Sequence[str]
+    opened: Checkpoint, include: Sequence[str], exclude: Sequence[str], *, experts: bool
 ) -> tuple[list[FloatTensor], list[Kept]]:
-    """The tensors to be quantized, and why each of the others is not."""
-    chosen, kept = [], []
+    """What is to be quantized, and why each of the other tensors is not.
+
+    experts: whether stacks of experts are wanted, in place of matrices.
+    """
+    chosen: list[FloatTensor] = []
+    kept = []
     for name, tensor in opened.floats.items():
-        reason = _reason(name, tensor, include, exclude)
+        found = stack_of(tensor, opened.floats, opened.config) if experts else tensor
+        reason = found if isinstance(found, str) else _reason(name, found, include, exclude)
         if reason is None:
-            chosen.append(tensor)
+            chosen.append(found)
         else:
             kept.append(_kept(tensor, reason))
     return chosen, kept
@@ -277,6 +292,8 @@ def _reason(
     if include:
         named = any(_matches(name, pattern) for pattern in include)
         return None if named else "not included"
+    if isinstance(tensor, ExpertStack):
+        return None
     if not name.endswith(".weight") or any(_matches(name.lower(), glob) for glob in LEFT_IN_FLOAT):
         return BY_NAME
     return None
@@ -290,7 +307,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _kept(tensor: FloatTensor, reason: str) -> Kept:
     size = math.prod(tensor.shape)
-    is_weight = len(tensor.shape) > 1
+    is_weight = len(tensor.shape) > 1 and not tensor.name.endswith("_bias")
     return Kept(tensor.name, reason, is_weight, size, size * tensor.dtype.itemsize)
 
 
@@ -318,6 +335,22 @@ def _format(
         return found
     fitting = min(dividing_group(width, found.group) for width in widths)
     return dataclasses.replace(found, group=fitting)
+
+
+def _no_stacks(opened: Checkpoint, kept: Sequence[Kept], layout: str) -> str:
+    """Why there is nothing for a layout of experts alone."""
+    matrices = [item for item in kept if item.is_weight]
+    found = "no weights"
+    if matrices:
+        shape = list(opened.floats[matrices[0].name].shape)
+        found = f"{len(matrices)} other weights, such as {matrices[0].name} {shape}"
+    stacks = [item for item in matrices if WANTED not in item.reason]
+    if stacks:
+        found = f"{stacks[0].name}: {stacks[0].reason}"
+    return (
+        f"nothing in {opened.path} can be written in the layout {layout}: found {found}; wanted "
+        f"{WANTED} (matrices go in the layout compressed-tensors, --format mxfp4)"
+    )
 
 
 def _nothing(opened: Checkpoint, kept: Sequence[Kept], fmt: Format, layout: str) -> str:

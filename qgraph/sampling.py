@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from qgraph.errors import InputError
 
 Floats: TypeAlias = NDArray[np.float32]
+_BLOCK, _FEW = 64, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +61,20 @@ class Sampler:
     def _draw(self, logits: Floats, at: float) -> int:
         """The token at the share `at` of the distribution's sum."""
         kept, weights = distribution(logits, self._how)
-        sums = np.cumsum(weights, dtype=np.float64)
-        index = int(np.searchsorted(sums, at * sums[-1], side="right"))
-        index = min(index, len(sums) - 1)
+        index = _place(weights, at)
         return index if kept is None else int(kept[index])
+
+
+def _place(weights: Floats, at: float) -> int:
+    """The index at the share `at` of the sum: first its block, then its place in that."""
+    starts = np.arange(0, len(weights), _BLOCK)
+    sums = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
+    wanted = at * sums[-1]
+    block = min(int(np.searchsorted(sums, wanted, side="right")), len(sums) - 1)
+    inside = np.cumsum(weights[starts[block] : starts[block] + _BLOCK], dtype=np.float64)
+    rest = wanted - (sums[block - 1] if block else 0.0)
+    index = min(int(np.searchsorted(inside, rest, side="right")), len(inside) - 1)
+    return int(starts[block]) + index
 
 
 def distribution(logits: Floats, how: Sampling) -> tuple[NDArray[np.int64] | None, Floats]:
@@ -74,23 +85,42 @@ def distribution(logits: Floats, how: Sampling) -> tuple[NDArray[np.int64] | Non
     """
     kept: NDArray[np.int64] | None = None
     if 0 < how.top_k < len(logits):
-        kept = np.argpartition(logits, -how.top_k)[-how.top_k :]
+        kept = _largest(logits, how.top_k)
         logits = logits[kept]
-    weights = np.exp((logits - logits.max()) / np.float32(how.temperature))
+    weights = logits - logits.max()
+    weights /= np.float32(how.temperature)
+    np.exp(weights, out=weights)
     if how.top_p < 1:
         inside = _nucleus(weights, how.top_p)
         kept, weights = inside if kept is None else kept[inside], weights[inside]
     return kept, weights
 
 
+def _largest(logits: Floats, count: int) -> NDArray[np.int64]:
+    """Where the `count` largest are, in no order.
+
+    The count-th largest of the maxima of blocks is no more than the count-th largest of all: what
+    is below it is left out at the price of a comparison, and little is left to partition.
+    """
+    blocks = len(logits) // _BLOCK
+    if count > blocks:
+        return np.argpartition(logits, -count)[-count:]
+    maxima = logits[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(1)
+    likely = np.flatnonzero(logits >= np.partition(maxima, -count)[-count])
+    return likely[np.argpartition(logits[likely], -count)[-count:]]
+
+
 def _nucleus(weights: Floats, share: float) -> NDArray[np.int64]:
     """The fewest largest weights whose sum is `share` of all; the largest first.
 
-    Weights below (1 - share) / V of the sum have less than 1 - share together, so the nucleus is
-    full before it comes to them: only the others are sorted.
+    It is mostly within the few largest. Else: weights below (1 - share) / V of the sum have less
+    than 1 - share together, so the nucleus is full before it comes to them. Only what is left is
+    sorted.
     """
-    total = float(weights.sum(dtype=np.float64))
-    likely = np.flatnonzero(weights >= total * (1 - share) / len(weights))
+    total = float(weights.sum())
+    likely = _largest(weights, min(_FEW, len(weights)))
+    if weights[likely].sum() < share * total:
+        likely = np.flatnonzero(weights >= total * (1 - share) / len(weights))
     order = likely[np.argsort(-weights[likely], kind="stable")]
     sums = np.cumsum(weights[order], dtype=np.float64)
     return order[: int(np.searchsorted(sums, share * total)) + 1]

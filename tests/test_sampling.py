@@ -52,7 +52,7 @@ def test_the_filters_are_those_of_transformers(
     import torch
     from transformers.generation import logits_process as theirs
 
-    logits = (3 * np.random.default_rng(seed).standard_normal(200)).astype(np.float32)
+    logits = (3 * np.random.default_rng(seed).standard_normal(600)).astype(np.float32)
     scores = torch.from_numpy(logits)[None] / temperature
     if top_k:
         scores = theirs.TopKLogitsWarper(top_k)(torch.zeros(1, 1), scores)
@@ -60,7 +60,7 @@ def test_the_filters_are_those_of_transformers(
         scores = theirs.TopPLogitsWarper(top_p)(torch.zeros(1, 1), scores)
     wanted = torch.softmax(scores, -1)[0].numpy()
     found = shares(logits, Sampling(temperature, top_k, top_p))
-    dense = np.zeros(200)
+    dense = np.zeros(600)
     dense[list(found)] = list(found.values())
     # A token at the edge of the nucleus may be in or out by a rounding of its sum.
     edge = np.flatnonzero((dense > 0) != (wanted > 0))
@@ -69,12 +69,31 @@ def test_the_filters_are_those_of_transformers(
         np.testing.assert_allclose(dense, wanted, atol=1e-5)
 
 
+@given(st.integers(0, 2**31), st.integers(1, 400), st.sampled_from([401, 640, 6500]))
+def test_the_largest_are_those_of_a_full_sort(seed: int, count: int, size: int) -> None:
+    # Few values, so that many are equal at the edge.
+    logits = np.random.default_rng(seed).integers(0, 50, size).astype(np.float32)
+    kept, _ = distribution(logits, Sampling(1.0, top_k=count))
+    assert kept is not None and len(set(kept.tolist())) == count
+    assert sorted(logits[kept]) == sorted(logits)[-count:]
+
+
 def test_draws_come_as_often_as_their_probabilities() -> None:
     sampler = Sampler(Sampling(1.0, seed=1), range(2))
     drawn = np.array([sampler.choose(np.stack([LOGITS, LOGITS])) for _ in range(4000)])
     counts = np.stack([np.bincount(row, minlength=5) for row in drawn.T]) / 4000
     assert np.abs(counts - np.exp(LOGITS)).max() < 0.03
     assert (drawn[:, 0] != drawn[:, 1]).any()
+
+
+def test_a_large_vocabulary_is_drawn_from_by_blocks() -> None:
+    logits = np.full(200, -30.0, np.float32)
+    logits[[0, 63, 64, 130, 199]] = LOGITS  # at the edges of blocks of 64, and in the last one
+    sampler = Sampler(Sampling(1.0, seed=2), range(1))
+    drawn = np.array([sampler.choose(logits[None])[0] for _ in range(4000)])
+    counts = np.bincount(drawn, minlength=200)[[0, 63, 64, 130, 199]] / 4000
+    assert np.abs(counts - np.exp(LOGITS)).max() < 0.03
+    assert abs(counts.sum() - 1) < 1e-9
 
 
 def test_greedy_takes_the_largest_and_a_seed_repeats() -> None:

@@ -216,12 +216,14 @@ class CheckpointLayout(ABC):
     default_format: the format, spelled, that is written where none is asked for.
     half_scales: whether its readers take scales as float16.
     only_half_scales: whether it stores them so, whatever they were.
+    only_experts: whether it holds stacks of experts, `[E, N, K]`, and no matrices.
     """
 
     name: str
     default_format: str
     half_scales: ClassVar[bool] = False
     only_half_scales: ClassVar[bool] = False
+    only_experts: ClassVar[bool] = False
 
     @abstractmethod
     def detect(self, stored: Stored) -> bool:

@@ -64,6 +64,7 @@ class Mxfp4Checkpoints(CheckpointLayout):
 
     name = "mxfp4"
     default_format = "mxfp4"
+    only_experts = True
 
     def detect(self, stored: Stored) -> bool:
         """See `CheckpointLayout.detect`."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qgraph.cli import optimize as shared
-from qgraph.cli.options import LAYOUTS, group_size, merged_recipe, one_of
+from qgraph.cli.options import GRAPH_LAYOUTS, group_size, merged_recipe, one_of
 
 if TYPE_CHECKING:
     from qgraph.exporting import Exported
@@ -25,8 +25,8 @@ Layout = Annotated[
     str,
     typer.Option(
         metavar="LAYOUT",
-        callback=one_of(LAYOUTS),
-        help=f"Whose checkpoint it is to be: {', '.join(LAYOUTS)}.",
+        callback=one_of(GRAPH_LAYOUTS),
+        help=f"Whose checkpoint it is to be: {', '.join(GRAPH_LAYOUTS)}.",
     ),
 ]
 Output = Annotated[

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from qgraph.recipe import Recipe
 
 
-LAYOUTS = tuple(name for name in names("checkpoint") if name != "mxfp4")
-"""Layouts of checkpoints that linears can be written in; mxfp4 has only stacks of experts."""
+LAYOUTS = names("checkpoint")
+"""Layouts of checkpoints."""
+GRAPH_LAYOUTS = tuple(name for name in LAYOUTS if name != "mxfp4")
+"""Those that linears of a graph can be written in; mxfp4 has only stacks of experts."""
 
 
 def one_of(known: Sequence[str]) -> Callable[[str | None], str | None]:

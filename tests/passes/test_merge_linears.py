@@ -12,6 +12,7 @@ from fusing import run
 
 import qgraph
 from qgraph.check_kernels import Verdict
+from qgraph.checkpoints.opening import open_checkpoint
 from qgraph.cli import run as cli
 from qgraph.errors import InputError
 from qgraph.formats.base import parse
@@ -117,7 +118,26 @@ def test_the_file_says_what_a_site_holds(tmp_path: Path) -> None:
     assert [(row.fusion, row.count) for row in explained.fusions] == [("merge_linears", 1)]
     assert "fused ops: 1 merge_linears" in result.report.notes
     assert result.report.totals["fusions"][0]["count"] == 1
-    with pytest.raises(InputError, match=r"holds the weights of q, k, v as one.*--no-fuse"):
+
+
+@pytest.mark.parametrize("fmt", ["int4", "uint4"])
+def test_a_checkpoint_has_the_linears_apart(fmt: str, tmp_path: Path) -> None:
+    for name, fuse in (("one", True), ("apart", False)):
+        optimized(attention(), tmp_path / f"{name}.onnx", fuse=fuse, format=fmt)
+        qgraph.export_checkpoint(
+            tmp_path / f"{name}.onnx", tmp_path / name, layout="compressed-tensors"
+        )
+    one, apart = (open_checkpoint(tmp_path / name).entries for name in ("one", "apart"))
+    assert set(one) == set(apart) == {"q.weight", "k.weight", "v.weight"}
+    for name, entry in one.items():
+        ours, theirs = (each.rows(0, each.n) for each in (entry, apart[name]))
+        np.testing.assert_array_equal(ours.codes, theirs.codes)
+        np.testing.assert_array_equal(ours.scales, theirs.scales)
+
+
+def test_biases_that_are_one_are_not_taken_apart(tmp_path: Path) -> None:
+    optimized(attention(bias=True), tmp_path / "out.onnx")
+    with pytest.raises(InputError, match=r"holds the biases of q, k, v as one.*--no-fuse"):
         qgraph.export_checkpoint(tmp_path / "out.onnx", tmp_path / "gptq", layout="gptq")
 
 
