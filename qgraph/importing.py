@@ -14,6 +14,7 @@ from qgraph.binding import SHOWN, Bound, bind, unused
 from qgraph.capturing import Source, capture
 from qgraph.checkpoint_floats import BoundFloats, SomeRows, take_floats
 from qgraph.checkpoint_source import CheckpointSource
+from qgraph.checkpoints.expert_stacks import FloatStack, in_float
 from qgraph.checkpoints.folder_files import once_each
 from qgraph.constants import open_array
 from qgraph.errors import CoverageError, InputError
@@ -89,13 +90,15 @@ def import_checkpoint(
     opened = _opened(checkpoint)
     names = _bindings(bindings)
     said.finish(f"{opened.layout}: {len(opened.entries)} quantized weights")
+    if model is None:
+        opened = in_float(opened)
     said.stage("capture")
     graph = (_own_graph(opened) if model is None else capture(model)).clone()
     imported, notes = _put_in(graph, opened, names, whole=model is None)
     graph.notes.extend(notes)
     graph.inputs = (*graph.inputs, *_files(opened))
     said.finish(f"{len(imported)} sites bound")
-    if not imported:
+    if not imported and not any(isinstance(t, FloatStack) for t in opened.floats.values()):
         said_too = "".join(f"; {warning}" for warning in opened.warnings)
         raise CoverageError(
             f"nothing was quantized: of the {len(opened.entries)} quantized parameters of "

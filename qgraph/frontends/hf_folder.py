@@ -65,7 +65,7 @@ def _module(
     half = bool(floats) and all(str(tensor.dtype) == "torch.float16" for tensor in floats)
     module, info = hf_module.load(folder, config, tensors, half)
     hf_module.check_keys(folder, module, tensors, info)
-    notes = hf_weights.notes(tensors, half)
+    notes = [*hf_weights.notes(tensors, half), *hf_module.spread_experts(module)]
     unused = sorted(info["unexpected_keys"])
     if unused:
         notes.append(

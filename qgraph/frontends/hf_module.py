@@ -56,6 +56,22 @@ def load(
     return module, info
 
 
+def spread_experts(module: Any) -> list[str]:
+    """Have a mixture of experts compute in ops that ONNX has; what a user should know of that.
+
+    transformers' default is a product of groups of tokens, grouped_mm, of which ONNX has none,
+    and its loop over the experts that are hit depends on the data. Batched products of gathered
+    weights are the same function.
+    """
+    if not getattr(module, "_can_set_experts_implementation", lambda: False)():
+        return []
+    module.set_experts_implementation("batched_mm")
+    return [
+        "each token gathers the weights of its experts, so that memory grows with the number of "
+        "tokens times that of the experts that each is given"
+    ]
+
+
 def check_keys(
     folder: Path, module: Any, tensors: Mapping[str, Any], info: Mapping[str, Any]
 ) -> None:

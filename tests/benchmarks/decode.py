@@ -36,6 +36,8 @@ HERE = Path(__file__).parent
 LOOP, LONG, AFTER = (64, 128), (256, 32), (512, 256)
 """Tokens of a prompt and after it: the loop, a longer prompt, and the memory of a long text."""
 BLOCKS, LENGTH = 8, 256
+FORMAT = "int4:group=32,scale=signed"
+"""The builder's: symmetric, the largest of a block at code -8."""
 Command = list[str]
 
 
@@ -183,7 +185,7 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     source, ours = smollm2.build(variant="past"), asked.ours
     if ours is None:
         ours = folder / "ours.onnx"
-        qgraph.optimize(source, ours, format="int4", group=32, embedding="int4")
+        qgraph.optimize(source, ours, format=FORMAT, embedding=FORMAT)
     peer = asked.genai_model.absolute() / "model.onnx"
     rounds = 1 if asked.quick else asked.rounds
     sizes = [
