@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,8 @@ from qgraph.binding import SHOWN, Bound, bind, unused
 from qgraph.capturing import Source, capture
 from qgraph.checkpoint_floats import BoundFloats, SomeRows, take_floats
 from qgraph.checkpoint_source import CheckpointSource
-from qgraph.checkpoints.expert_stacks import FloatStack, in_float
 from qgraph.checkpoints.folder_files import once_each
-from qgraph.constants import open_array
+from qgraph.constants import FLOATS, open_array
 from qgraph.errors import CoverageError, InputError
 from qgraph.graph import Graph
 from qgraph.likeness import steps_off, unlike
@@ -28,9 +27,11 @@ from qgraph.run_notes import output_file
 from qgraph.sites import Site
 
 if TYPE_CHECKING:
-    from qgraph.checkpoints.base import Checkpoint, FloatTensor
+    from qgraph.checkpoints.base import Checkpoint, Entry, FloatTensor
 
 Bindings = Mapping[str, str | None]
+_ROUTED = (".experts.", ".gate.", ".router.")
+"""In the names of parameters that transformers joins or renames, so that the graph has others."""
 _LONGEST = 20_000_000
 _OTHER_VERSION = {"gptq": ("gptq_v2", -1), "gptq_v2": ("gptq", 1)}
 """Two layouts whose zero points differ by one, and how weights lie that are read as the wrong one:
@@ -90,15 +91,16 @@ def import_checkpoint(
     opened = _opened(checkpoint)
     names = _bindings(bindings)
     said.finish(f"{opened.layout}: {len(opened.entries)} quantized weights")
-    if model is None:
-        opened = in_float(opened)
+    stacks = [each for each in opened.entries.values() if each.experts is not None]
+    if model is None and stacks and len(stacks) == len(opened.entries):
+        raise CoverageError(_stacks_alone(opened, stacks[0]))
     said.stage("capture")
     graph = (_own_graph(opened) if model is None else capture(model)).clone()
     imported, notes = _put_in(graph, opened, names, whole=model is None)
     graph.notes.extend(notes)
     graph.inputs = (*graph.inputs, *_files(opened))
     said.finish(f"{len(imported)} sites bound")
-    if not imported and not any(isinstance(t, FloatStack) for t in opened.floats.values()):
+    if not imported:
         said_too = "".join(f"; {warning}" for warning in opened.warnings)
         raise CoverageError(
             f"nothing was quantized: of the {len(opened.entries)} quantized parameters of "
@@ -128,6 +130,17 @@ def _opened(checkpoint: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
     from qgraph.checkpoints.opening import open_checkpoint
 
     return open_checkpoint(checkpoint)
+
+
+def _stacks_alone(checkpoint: Checkpoint, first: Entry) -> str:
+    """Why a graph of experts has nothing for the quantized weights of a checkpoint."""
+    return (
+        f"nothing was quantized: the {len(checkpoint.entries)} quantized parameters of "
+        f"{checkpoint.path}, layout {checkpoint.layout}, are stacks of experts, such as "
+        f"{first.name} {list(first.shape)}, and the graph computes routed experts with weights of "
+        "three axes, which no fused op takes (WEIGHT_RANK): wanted qgraph optimize with the float "
+        "model's folder, which quantizes all that is around them"
+    )
 
 
 def _bindings(given: Bindings | str | os.PathLike[str] | None) -> dict[str, str | None]:
@@ -163,6 +176,8 @@ def _put_in(
     whole: the graph was made from the checkpoint, whose floats it is meant to have.
     """
     sites = graph.sites()
+    if whole:
+        names = dict.fromkeys(_read_already(sites)) | dict(names)
     found = bind(sites, checkpoint, names)
     imported, bound, quantized = _matched(sites, found, checkpoint)
     taken = take_floats(graph.model, checkpoint.floats, bound, quantized)
@@ -172,6 +187,14 @@ def _put_in(
         return imported, [*notes, *taken.suggestions()]
     _check_zeros(sites, imported, checkpoint.layout)
     return imported, [*notes, *taken.notes(), *_strange(sites, imported)]
+
+
+def _read_already(sites: Sequence[Site]) -> Iterator[str]:
+    """The weights of routers that have their values from the checkpoint, under another name."""
+    for site in sites:
+        routed = any(word in site.weight_name for word in _ROUTED)
+        if routed and site.weight is not None and not _is_blank(site.weight.root):
+            yield site.weight_name
 
 
 def _matched(
@@ -351,4 +374,14 @@ def _own_graph(checkpoint: Checkpoint) -> Graph:
 
     shapes = {name: entry.shape for name, entry in checkpoint.entries.items()}
     shapes |= {name: tensor.shape for name, tensor in checkpoint.floats.items()}
-    return from_loaded(hf_folder.load(checkpoint.path, shapes))
+    routed = {
+        name
+        for name, tensor in checkpoint.floats.items()
+        if any(word in name for word in _ROUTED) and _is_float(tensor)
+    }
+    return from_loaded(hf_folder.load(checkpoint.path, shapes, routed))
+
+
+def _is_float(tensor: FloatTensor) -> bool:
+    """Whether a module can take it as it is: scales in 8 bits it cannot."""
+    return tensor.dtype in [each.numpy() for each in FLOATS]

@@ -143,12 +143,13 @@ def quantize_checkpoint(
     """Round the matrices of a float checkpoint to nearest and write them in a server's layout.
 
     Rows are read, rounded and packed in blocks: a model of any size takes the memory of its
-    largest packed weight and 64 MB of floats.
+    largest packed weight and 64 MB of floats; with stacks of experts, of one expert's floats too.
 
     Args:
         checkpoint: a Hugging Face folder, or a safetensors file.
         output: the folder to write (of layouts of one file, the file); it must not exist.
-        layout: `compressed-tensors`, `gptq`, `awq`, `fp8`, … as the registry names them.
+        layout: `compressed-tensors`, `gptq`, `awq`, `fp8`, … as the registry names them. `mxfp4`
+            takes the stacks of experts of transformers' gpt-oss, and leaves all else in float.
         like: of `gguf`, a GGUF file of the model, from which metadata, names and order are taken.
             Default: they are made from the folder's config.json and tokenizer.
         format: as `optimize` takes them; None for the layout's own, in groups that divide K.
@@ -269,7 +270,10 @@ def _choose(
     kept = []
     for name, tensor in opened.floats.items():
         found = stack_of(tensor, opened.floats, opened.config) if experts else tensor
-        reason = found if isinstance(found, str) else _reason(name, found, include, exclude)
+        if isinstance(found, str):
+            kept.append(_kept(tensor, found))
+            continue
+        reason = _reason(name, found, include, exclude)
         if reason is None:
             chosen.append(found)
         else:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from qgraph.checkpoints.base import Checkpoint, FloatTensor
-from qgraph.checkpoints.mxfp4 import MXFP4_EXPERTS
-from qgraph.checkpoints.packed_floats import PackedFloats
+from qgraph.checkpoints.base import FloatTensor
 from qgraph.formats.base import Array
 
 WANTED = (
@@ -98,36 +95,3 @@ def stack_of(
     if hidden not in (one, two):
         return f"it has no biases, and config.json's hidden_size {hidden} is not one of its axes"
     return ExpertStack(tensor, (hidden == one) == tensor.name.endswith(_UP))
-
-
-class FloatStack(PackedFloats):
-    """The floats of quantized experts as transformers' gpt-oss has them, `[E, K, N]`."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """`(E, K, N)`."""
-        return self.entry.experts or 1, self.entry.k, self.entry.n
-
-    def rows(self, start: int, stop: int) -> Array:
-        """Experts `start:stop`, dequantized now."""
-        return PackedFloats(self.entry).rows(start, stop).swapaxes(1, 2)
-
-
-def in_float(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with gpt-oss's stacks among the floats, and a warning that says so.
-
-    A graph computes routed experts with a weight of three axes, which no fused op here takes.
-    """
-    stacks = [entry for entry in checkpoint.entries.values() if entry.experts is not None]
-    if checkpoint.layout != MXFP4_EXPERTS.name or not stacks:
-        return checkpoint
-    size = sum(4 * math.prod(entry.shape) for entry in stacks) / 1e6
-    entries = {name: e for name, e in checkpoint.entries.items() if e.experts is None}
-    floats = {**checkpoint.floats, **{entry.name: FloatStack(entry) for entry in stacks}}
-    warning = (
-        f"{len(stacks)} stacks of experts are dequantized to {size:,.1f} MB of float32, exactly: "
-        "WEIGHT_RANK, no fused op takes weights of three axes"
-    )
-    return dataclasses.replace(
-        checkpoint, entries=entries, floats=floats, warnings=(*checkpoint.warnings, warning)
-    )

@@ -96,8 +96,9 @@ def quantize(
 ) -> None:
     """Round a float checkpoint's matrices to nearest, in a layout that servers load.
 
-    Embeddings, heads, norms and routers stay in float. Weights are read, rounded and written
-    one after the other, so that a model of any size fits in memory.
+    Embeddings, heads, norms and routers stay in float; the layout mxfp4 takes gpt-oss's stacks of
+    experts, and nothing else. Weights are read, rounded and written one after the other, so that a
+    model of any size fits in memory.
 
     Example: qgraph quantize my-llama/ -o my-llama-int4/ --layout gptq
     """

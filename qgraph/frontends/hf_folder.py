@@ -5,7 +5,7 @@ Nothing is downloaded, no code of the folder runs, no pickle and no file outside
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,11 @@ _TOKENS = {0: "batch", 1: "sequence"}
 _TARGET = {0: "batch", 1: "target_sequence"}
 
 
-def load(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Loaded:
+def load(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    read: Collection[str] = (),
+) -> Loaded:
     """The model of a folder as an ONNX graph, batch and sequence open.
 
     Language models map `input_ids` to `logits`; encoders take `attention_mask` too; models of
@@ -28,6 +32,7 @@ def load(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None = None) -> L
 
     shapes: name and shape of every weight, where the folder's are quantized: the graph then has
         zeros in their place, float32, which take no memory.
+    read: the weights whose values are read nevertheless.
 
     Raises:
         InputError: no config.json or safetensors, a model that transformers does not know,
@@ -35,9 +40,11 @@ def load(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None = None) -> L
         MissingExtra: torch or transformers is not installed.
     """
     config = hf_config.read(folder, packed=shapes is not None)
-    paths = hf_weights.files(folder) if shapes is None else []
+    paths = hf_weights.files(folder) if shapes is None or read else []
     torch_onnx.need({"torch": "torch", "transformers": "hf"}, "reading a Hugging Face folder")
-    tensors = hf_weights.read(paths) if shapes is None else _zeros(shapes)
+    tensors = hf_weights.read(paths)
+    if shapes is not None:
+        tensors = _zeros(shapes) | {name: tensors[name] for name in read}
     with torch_onnx.quiet():
         module, notes = _module(folder, config, tensors)
     feeds, axes = _example(module, folder)

@@ -63,7 +63,8 @@ def spread_experts(module: Any) -> list[str]:
     and its loop over the experts that are hit depends on the data. Batched products of gathered
     weights are the same function.
     """
-    if not getattr(module, "_can_set_experts_implementation", lambda: False)():
+    routed = any(name.rpartition(".")[2] == "experts" for name, _ in module.named_modules())
+    if not routed or not getattr(module, "_can_set_experts_implementation", lambda: False)():
         return []
     module.set_experts_implementation("batched_mm")
     return [

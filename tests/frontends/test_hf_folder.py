@@ -46,6 +46,16 @@ def vit() -> Any:
     return transformers.ViTForImageClassification(config)
 
 
+def routed(kind: str) -> Any:
+    """A mixture of four experts, two to a token."""
+    sizes = SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
+    if kind == "Qwen3Moe":
+        experts |= {"num_experts": 4, "moe_intermediate_size": 96}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **experts)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
 def saved(make: Callable[[], Any], folder: Path) -> Any:
     """The model, saved to `folder`."""
     torch.manual_seed(0)
@@ -63,6 +73,9 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
     "bert": (bert, {"input_ids": IDS, "attention_mask": MASK}, 11),
     "t5": (t5, {"input_ids": IDS, "attention_mask": MASK, "decoder_input_ids": IDS[:, :4]}, 21),
     "vit": (vit, {"pixel_values": IMAGE}, 7),
+    "mixtral": (lambda: routed("Mixtral"), {"input_ids": IDS}, 7),
+    "gpt-oss": (lambda: routed("GptOss"), {"input_ids": IDS}, 7),
+    "qwen3-moe": (lambda: routed("Qwen3Moe"), {"input_ids": IDS}, 7),
 }
 
 
@@ -74,6 +87,8 @@ def test_the_graph_computes_what_transformers_does(tmp_path: Path, kind: str) ->
     graph = qgraph.capture(tmp_path / "model")
     assert [value.name for value in graph.model.graph.inputs] == list(feeds)
     assert len(graph.sites()) == sites
+    gathers = any("each token gathers the weights of its experts" in note for note in graph.notes)
+    assert gathers == (kind in ("mixtral", "gpt-oss", "qwen3-moe"))
     assert tmp_path / "model" / "model.safetensors" in graph.files
     found = qgraph.open(graph).run(feeds)
     with torch.no_grad():
