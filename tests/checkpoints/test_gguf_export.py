@@ -165,11 +165,12 @@ def test_a_file_of_tensors_like_another(tmp_path: Path, float_file: Path) -> Non
         assert run([str(each) for each in (*arguments, "--like", float_file, *more)]) == 2
 
 
-@pytest.mark.parametrize("command", ["export", "quantize"])
-def test_layouts_that_are_offered(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    """All that can hold one linear."""
-    assert run([command, "m", "-o", "o", "--layout", "mxfp4"]) == 2
+def test_a_graph_has_no_stacks_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """`quantize` offers all layouts, `export` all that can hold one linear."""
+    assert run(["export", "m", "-o", "o", "--layout", "mxfp4"]) == 2
     assert "known: gptq, gptq_v2, awq" in capsys.readouterr().err
+    assert run(["quantize", "m", "-o", "o", "--layout", "mxfp4"]) == 2
+    assert "m is no file and no folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

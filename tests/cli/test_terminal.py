@@ -31,7 +31,8 @@ def test_what_is_printed_fits_the_terminal(model: Path, command: str, columns: i
 
 def test_ctrl_c_is_130_and_one_line() -> None:
     code = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs\n"
         "from qgraph import pipeline\n"
         "from qgraph.cli import run\n"
         "def slow(*a, **k):\n"
