@@ -21,6 +21,7 @@ from qgraph.exported_weights import Place, Weight, other_floats, weights_of
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
 from qgraph.half_scales import HalfScales
+from qgraph.passes.fuse_bias import LINEAR, bias_of
 from qgraph.passes.rounded import RoundedSource
 from qgraph.passes.solved import SolvedSource
 from qgraph.progress import Progress, Silent
@@ -31,8 +32,6 @@ from qgraph.selectors import names_of
 from qgraph.sites import Site
 
 SHOWN = 5
-_BIAS = 5
-"""The place of the bias among the inputs of MatMulNBits."""
 _HEADS = frozenset(("lm_head", "lm_head.weight", "embed_out", "embed_out.weight"))
 _OPTIONS = frozenset(
     "recipe format group solver calibration include exclude overrides options embedding "
@@ -274,8 +273,7 @@ def _apart(site: Site, held: Any, known: Mapping[str, Any]) -> list[Place]:
             f"({held}, {at} rows) does not say where each of its {site.n} rows belongs: optimize "
             "with --no-fuse, and export that"
         )
-    inputs = site.node.inputs
-    if site.node.op_type == "MatMulNBits" and len(inputs) > _BIAS and inputs[_BIAS] is not None:
+    if site.node.op_type == LINEAR and bias_of(site.node) is not None:
         raise InputError(
             f"{site.name} holds the biases of {', '.join(map(str, held))} as one, and a "
             "checkpoint has them apart: optimize with --no-fuse, and export that"
