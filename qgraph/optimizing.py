@@ -17,9 +17,10 @@ from qgraph.calibration import Calibration, CalibrationData
 from qgraph.capabilities import Capabilities, Query
 from qgraph.capturing import METADATA_KEY, Source, capture
 from qgraph.checkpoint_source import CheckpointSource
-from qgraph.errors import CoverageError, InputError, MissingExtra, NumericError
+from qgraph.errors import InputError, NumericError
 from qgraph.fused_ops import PASS as FUSING
 from qgraph.fused_ops import fusion_rows, summary, to_metadata
+from qgraph.gate import capabilities_of, require_coverage, runtime_notes
 from qgraph.graph import Graph
 from qgraph.kernel_choice import query_of
 from qgraph.outcomes import (
@@ -32,6 +33,7 @@ from qgraph.outcomes import (
     metadata,
     with_errors,
 )
+from qgraph.pass_names import pass_names
 from qgraph.passes.base import Context, Findings, Pass
 from qgraph.plan import UNSOLVED, Decision, QuantPlan
 from qgraph.planning import make_plan, require_known_options
@@ -57,15 +59,6 @@ if TYPE_CHECKING:
     from qgraph.runtimes.base import Arrays, Feeds, Runtime
     from qgraph.sites import Site
     from qgraph.writer import DataFile, Save
-
-_LOWERINGS: dict[str, tuple[str, ...]] = {"qdq": ("lower_w8a8", "lower_qdq")}
-_FUSED = (
-    "lower_w8a8", "lower_matmul_nbits", "lower_matmul_bnb4", "lower_matmul_block_quantized",
-    "lower_gather_block_quantized", "lower_qdq",
-)  # fmt: skip
-"""The lowerings of all other targets: torch reads the ops of ONNX Runtime."""
-_FUSES_OPS = ("ort-cpu", "ort-cuda")
-"""The targets whose runtime has fused ops for norms, activations and attention."""
 
 
 class Run:
@@ -139,13 +132,15 @@ class Run:
             for site in sites
             if site.weight_name in graph.overridden
         ]
-        capabilities = self._capabilities(output)
+        to_check = output is not None and self.check
+        capabilities = capabilities_of(self.runtime, self.target, self.recipe, checked=to_check)
+        self.report.notes.extend(runtime_notes(self.runtime, self.target, self.recipe))
         self._start("plan")
         plan = self._plan(graph, sites, capabilities)
         self.progress.finish(plan.coverage.line("to quantize"))
         self.report.notes.extend(plan_notes(plan))
         self.report.notes.extend(elsewhere(graph, sites))
-        self._gate(plan, report)
+        require_coverage(plan, self.recipe, self.target, self.min_coverage, report)
         self.lacks = lacking(plan) if self.data is None else ""
         if self.lacks and not self.dry_run:
             raise InputError(self.lacks)
@@ -244,7 +239,7 @@ class Run:
         self._start("bit budget", total=1000)
         plan = self.judge.choose(sites, capabilities, self.progress.advance)
         self.progress.finish(self.judge.chosen)
-        self._gate(plan, report)
+        require_coverage(plan, self.recipe, self.target, self.min_coverage, report)
         return plan
 
     def _judged(self, plan: QuantPlan, candidate: Path | ir.Model, nbytes: int) -> QuantPlan | None:
@@ -260,74 +255,13 @@ class Run:
             self.changed = [step for step in self.changed if step.pass_name == "capture"]
         return again
 
-    def _capabilities(self, output: Path | None) -> Capabilities:
-        capabilities = self.runtime.capabilities()
-        predicted = all(rule.origin == "predicted" for rule in capabilities.rules)
-        if predicted:
-            self.report.notes.append(
-                f"{capabilities.provider} is not installed here: its kernels are predicted"
-            )
-        if self.recipe.add_cache and self.target not in _FUSES_OPS:
-            raise InputError(
-                f"--add-cache is for the targets {', '.join(_FUSES_OPS)}, whose attention has a "
-                f"cache; the target is {self.target}"
-            )
-        if self.recipe.fuse and self.target in _FUSES_OPS and not self.runtime.available():
-            self.report.notes.append(
-                f"norms, activations and attention stay as they are: {capabilities.provider} is "
-                "not here to prove fused ops"
-            )
-        if output is not None and self.check and not self.runtime.installed():
-            raise MissingExtra(
-                "onnxruntime", "cpu", "checking the result", "Or skip the check with --no-check."
-            )
-        return capabilities
-
-    def _gate(self, plan: QuantPlan, report: Path | None = None) -> None:
-        """Refuse too little; the plan, with the reason of every site, goes to `report`."""
-        coverage = plan.coverage
-        nothing = not coverage.linears_quantized and not coverage.embeddings_quantized
-        vain = self._asked_in_vain(plan)
-        if not nothing and not vain and coverage.share >= self.min_coverage:
-            return
-        where = "add --report plan.json, and `qgraph explain plan.json` says why, site by site"
-        if report is not None:
-            write_report(report, plan.to_json())
-            where = f"`qgraph explain {report}` says why, site by site"
-        line = coverage.line("would quantize")
-        if nothing:
-            raise CoverageError(f"nothing was quantized: {line}; {where}")
-        if vain:
-            raise CoverageError(f"{vain}; {where}")
-        raise CoverageError(f"{line}: below --min-coverage {self.min_coverage:.0%}; {where}")
-
-    def _asked_in_vain(self, plan: QuantPlan) -> str:
-        """What is said of a format that was asked for and that no linear can have."""
-        wanted = [i for i in plan.decisions if i.role == "linear" and i.reason != "EXCLUDED"]
-        lost = [item for item in wanted if not item.quantized and item.reason == "NO_FUSED_KERNEL"]
-        if self.recipe.format == "auto" or not lost or any(item.quantized for item in wanted):
-            return ""
-        return (
-            f"no linear can be held in {self.recipe.format} for {self.target}: {lost[0].detail} "
-            f"({len(lost)} × NO_FUSED_KERNEL); choose another --format or --target, or "
-            "--unfused portable"
-        )
-
     def _lower(
         self, graph: Graph, plan: QuantPlan, capabilities: Capabilities
     ) -> tuple[Graph, QuantPlan]:
         """The rewritten graph; sites that no kernel takes after all go back to float."""
-        lowerings = list(_LOWERINGS.get(self.target, _FUSED))
-        if self.target != "qdq":
-            lowerings.append("lower_portable")
-        lowerings.insert(0, "insert_fp8_qdq")
+        names = pass_names(self.target, self.recipe, dry_run=self.dry_run)
         plan = plan.refusing({k: v for k, v in self.forced.items() if plan.of(k)})
         while True:
-            names = ["adopt_qdq", "import_weights", "solve", "quantize_rtn", "lower_by_rows"]
-            names += [*lowerings, "cleanup"]
-            if self.target in _FUSES_OPS and not self.dry_run:
-                names += [FUSING, "cleanup"]
-                names += ["add_cache", "cleanup"] if self.recipe.add_cache else []
             self.report.steps[:] = self.changed
             lowered = graph.clone()
             context = Context(
@@ -356,7 +290,7 @@ class Run:
             if not refused:
                 break
             plan = plan.refusing(refused)
-        self._gate(plan)
+        require_coverage(plan, self.recipe, self.target, self.min_coverage)
         failed = {
             step.site: (step.reason or "", step.detail)
             for step in self.changed

@@ -1,0 +1,94 @@
+"""What keeps a run of `optimize` from going on: a missing runtime, too little quantized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qgraph.capabilities import Capabilities
+from qgraph.errors import CoverageError, InputError, MissingExtra
+from qgraph.pass_names import FUSES_OPS
+from qgraph.plan import QuantPlan
+from qgraph.recipe import Recipe
+from qgraph.run_notes import write_report
+
+if TYPE_CHECKING:
+    from qgraph.runtimes.base import Runtime
+
+
+def capabilities_of(
+    runtime: Runtime, target: str, recipe: Recipe, *, checked: bool
+) -> Capabilities:
+    """The kernels of a target, once it is clear that it can do what is asked of it.
+
+    Raises:
+        InputError: a cache is asked for and the target's attention has none.
+        MissingExtra: the result is to be checked and the runtime is not installed.
+    """
+    if recipe.add_cache and target not in FUSES_OPS:
+        raise InputError(
+            f"--add-cache is for the targets {', '.join(FUSES_OPS)}, whose attention has a "
+            f"cache; the target is {target}"
+        )
+    if checked and not runtime.installed():
+        raise MissingExtra(
+            "onnxruntime", "cpu", "checking the result", "Or skip the check with --no-check."
+        )
+    return runtime.capabilities()
+
+
+def runtime_notes(runtime: Runtime, target: str, recipe: Recipe) -> list[str]:
+    """What a run does without because the runtime of its target cannot run here."""
+    capabilities = runtime.capabilities()
+    notes = []
+    if all(rule.origin == "predicted" for rule in capabilities.rules):
+        notes.append(f"{capabilities.provider} is not installed here: its kernels are predicted")
+    if recipe.fuse and target in FUSES_OPS and not runtime.available():
+        notes.append(
+            f"norms, activations and attention stay as they are: {capabilities.provider} is "
+            "not here to prove fused ops"
+        )
+    return notes
+
+
+def require_coverage(
+    plan: QuantPlan,
+    recipe: Recipe,
+    target: str,
+    min_coverage: float,
+    report: Path | None = None,
+) -> None:
+    """Refuse too little; the plan, with the reason of every site, goes to `report`.
+
+    Raises:
+        CoverageError: nothing is quantized, no linear has the format that was asked for, or the
+            share of weights is below `min_coverage` (0 to 1).
+    """
+    coverage = plan.coverage
+    nothing = not coverage.linears_quantized and not coverage.embeddings_quantized
+    vain = _asked_in_vain(plan, recipe, target)
+    if not nothing and not vain and coverage.share >= min_coverage:
+        return
+    where = "add --report plan.json, and `qgraph explain plan.json` says why, site by site"
+    if report is not None:
+        write_report(report, plan.to_json())
+        where = f"`qgraph explain {report}` says why, site by site"
+    line = coverage.line("would quantize")
+    if nothing:
+        raise CoverageError(f"nothing was quantized: {line}; {where}")
+    if vain:
+        raise CoverageError(f"{vain}; {where}")
+    raise CoverageError(f"{line}: below --min-coverage {min_coverage:.0%}; {where}")
+
+
+def _asked_in_vain(plan: QuantPlan, recipe: Recipe, target: str) -> str:
+    """What is said of a format that was asked for and that no linear can have."""
+    wanted = [i for i in plan.decisions if i.role == "linear" and i.reason != "EXCLUDED"]
+    lost = [item for item in wanted if not item.quantized and item.reason == "NO_FUSED_KERNEL"]
+    if recipe.format == "auto" or not lost or any(item.quantized for item in wanted):
+        return ""
+    return (
+        f"no linear can be held in {recipe.format} for {target}: {lost[0].detail} "
+        f"({len(lost)} × NO_FUSED_KERNEL); choose another --format or --target, or "
+        "--unfused portable"
+    )
