@@ -9,15 +9,19 @@ import numpy as np
 from qgraph.formats.base import Array
 from qgraph.formats.small_floats import E4M3, E4M3_MAX
 from qgraph.observers import observer
+from qgraph.passes.input_scales import OUTPUT
 from qgraph.passes.solved import as_stored
 from qgraph.passes.stage_walk import Stop
 from qgraph.plan import QuantPlan
 from qgraph.quant_tensor import QuantSource
 from qgraph.row_branches import MANY
 
-STATIC = {"int8-static": "lower_w8a8.observer", "fp8": "insert_fp8_qdq.observer"}
-"""Activations with such scales, and the option that says how their ranges are found."""
 DEFAULT = "minmax"
+STATIC = {
+    "int8-static": ("lower_w8a8.observer", OUTPUT),
+    "fp8": ("insert_fp8_qdq.observer", DEFAULT),
+}
+"""Activations with such scales; the option that says how their ranges are found; its default."""
 _NONE = np.empty(0, np.int64)
 _FP8_LEVELS = tuple(float(value) for value in E4M3[:127] / E4M3_MAX)
 
@@ -40,12 +44,14 @@ def observed(
         kind, source = decision.activations or "", sources[decision.site.removesuffix(MANY)]
         if kind not in STATIC or source is None:
             continue
+        name = plan.recipe.options.get(*STATIC[kind])
+        if name == OUTPUT:
+            continue  # `input_scales` finds it
         transform = getattr(source, "transform", None)
         columns = b"" if transform is None or transform.columns is None else transform.columns
         left_out = (outliers or {}).get(decision.site, _NONE)
         key = (kind, bytes(columns), left_out.tobytes())
         if key not in known:
-            name = plan.recipe.options.get(STATIC[kind], DEFAULT)
             watching = observer(name, stop.stage.name, _FP8_LEVELS if kind == "fp8" else None)
             for rows in stop.inputs():
                 watching.update(np.delete(as_stored(rows, source), left_out, axis=1))

@@ -119,6 +119,7 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "int8": _int8,
     "int8-row": _int8_rows,
     "int8-static": _int8,
+    "int8-auto": _int8_rows,
     "fp8": _fp8,
     "fp8-token": _fp8_rows,
 }

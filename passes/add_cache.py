@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import onnx_ir as ir
@@ -11,9 +11,12 @@ import onnx_ir as ir
 from qgraph.decoder_graph import CACHING, head_size
 from qgraph.errors import InputError
 from qgraph.graph import Graph
-from qgraph.passes.attention_past import Source, bias_of
+from qgraph.passes.attention_padding import NOT_ZERO
+from qgraph.passes.attention_past import Source, bias_of, padding_of
 from qgraph.passes.base import Context, Pass
+from qgraph.passes.cache_proof import prove_steps
 from qgraph.passes.fusion import MICROSOFT, Builder, FusionContext
+from qgraph.passes.matching import readers
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 
@@ -39,25 +42,47 @@ class AddCache(Pass):
         """Add it, or refuse the graph with the node that stands against it."""
         if not context.plan.recipe.add_cache:
             return []
-        model = graph.model
+        model, before = graph.model, graph.clone().model
         found = [node for node in model.graph if node.op_type == CACHING]
-        tokens = _check(model, found)
+        given = _check(model, found, context.findings.unfused)
+        tokens = given.tokens
         shape = [*(tokens.shape or ())]
         batch = shape[0] if len(shape) == 2 else ir.SymbolicDim(_BATCH)
         new = shape[1] if len(shape) == 2 else ir.SymbolicDim(_NEW)
-        mask = _input(model, MASK, ir.DataType.INT64, [batch, _TOTAL])
-        positions = _input(model, POSITIONS, ir.DataType.INT64, [batch, new])
+        mask = given.mask or _input(model, MASK, ir.DataType.INT64, [batch, _TOTAL])
+        mask.shape = ir.Shape([batch, _TOTAL])
+        positions = given.positions or _input(model, POSITIONS, ir.DataType.INT64, [batch, new])
+        _ask_tokens(mask, tokens)
         shared = FusionContext(Rewriter(model), context.capabilities, context.findings)
         steps = []
         for layer, node in enumerate(found):
-            _cached(shared, node, layer, Source(tokens, mask, None), positions, batch)
+            padding = padding_of(_at(node, _BIAS))
+            kept = padding[1] if padding is not None else NOT_ZERO
+            _cached(shared, node, layer, Source(tokens, mask, None, kept), positions, batch)
             steps.append(Step(self.name, "cache", str(node.name), "done", None, f"layer {layer}"))
         model.graph.sort()
+        if context.evaluate is not None:
+            names = str(tokens.name), MASK, POSITIONS
+            try:
+                prove_steps(before, model, names, context.evaluate)
+            except InputError as error:
+                _refuse(str(error))
         return steps
 
 
-def _check(model: ir.Model, found: Sequence[ir.Node]) -> ir.Value:
-    """The input of token ids, where every attention can have a cache.
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """The inputs of a model without a cache, `[B, S]`; None where it has no such one."""
+
+    tokens: ir.Value
+    mask: ir.Value | None
+    positions: ir.Value | None
+
+
+def _check(model: ir.Model, found: Sequence[ir.Node], unfused: Mapping[str, str]) -> _Given:
+    """The inputs, where every attention can have a cache.
+
+    unfused: by node, why an attention has not become an op that has a cache.
 
     Raises:
         InputError: one cannot.
@@ -65,32 +90,86 @@ def _check(model: ir.Model, found: Sequence[ir.Node]) -> ir.Value:
     others = [node for node in model.graph if node.op_type in _ATTENTION]
     if others or not found:
         what = f"node {others[0].name} is {others[0].op_type}" if others else "there is none"
-        _refuse(f"every attention must have become {CACHING}, and {what}")
+        why = next((f" ({node}: {words})" for node, words in unfused.items()), "")
+        _refuse(f"every attention must have become {CACHING}, and {what}{why}")
     for node in found:
         if _at(node, _KEYS) is not None:
-            _refuse(f"the attention {node.name} has one already")
-        if _at(node, _BIAS) is not None:
-            _refuse(f"the attention {node.name} adds {_at(node, _BIAS)} to its scores")
+            raise InputError(
+                f"the attention {node.name} has a cache already: leave --add-cache out"
+            )
+    given = _inputs(model)
+    for node in found:
+        bias = _at(node, _BIAS)
+        padding = padding_of(bias)
+        if bias is not None and (padding is None or padding[0] is not given.mask):
+            _refuse(f"the attention {node.name} adds {bias} to its scores")
         if node.attributes.get_int("causal", 1) == 0:
             _refuse(f"the attention {node.name} also looks ahead")
-        if node.attributes.get_int("do_rotary", 0) == 0:
+        if node.attributes.get_int("do_rotary", 0) == 0 and given.positions is None:
             _refuse(f"the attention {node.name} has no rotary embedding to tell positions to")
         if _inputs_of([_at(node, 7), _at(node, 8)]):
             _refuse(f"the rotary table of {node.name} depends on the number of tokens")
-    given = [value for value in model.graph.inputs if not value.is_initializer()]
-    if len(given) != 1 or given[0].dtype not in (ir.DataType.INT64, ir.DataType.INT32):
-        names = ", ".join(str(value.name) for value in given)
-        _refuse(f"a model of token ids alone is wanted, and this one takes {names}")
+    biases = [_at(node, _BIAS) for node in found]
+    _check_mask(given.mask, [bias for bias in biases if bias is not None])
     for node in model.graph:
         if node.op_type in _COUNTING and _inputs_of(node.inputs):
             _refuse(f"node {node.name} ({node.op_type}) counts the tokens it is given")
-    return given[0]
+    return given
+
+
+def _inputs(model: ir.Model) -> _Given:
+    """Which input is which.
+
+    Raises:
+        InputError: there are others than token ids, a mask and positions.
+    """
+    given = {str(v.name): v for v in model.graph.inputs if not v.is_initializer()}
+    mask, positions = given.pop(MASK, None), given.pop(POSITIONS, None)
+    tokens = list(given.values())
+    integers = (ir.DataType.INT64, ir.DataType.INT32)
+    if len(tokens) != 1 or any(v and v.dtype not in integers for v in (*tokens, mask, positions)):
+        names = ", ".join(str(v.name) for v in model.graph.inputs if not v.is_initializer())
+        _refuse(
+            f"a model of token ids is wanted, with {MASK} and {POSITIONS} at most, all integers, "
+            f"and this one takes {names}"
+        )
+    return _Given(tokens[0], mask, positions)
+
+
+def _check_mask(mask: ir.Value | None, biases: Sequence[ir.Value]) -> None:
+    """Refuse a mask that is read for more than padding.
+
+    Raises:
+        InputError: it is.
+    """
+    padding = {node for bias in biases for node in _nodes_of(bias)}
+    for node in readers(mask) if mask is not None else []:
+        if node.op_type != "Shape" and node not in padding:
+            _refuse(f"{MASK} says more than what is padding: node {node.name} reads it")
+
+
+def _nodes_of(value: ir.Value | None) -> set[ir.Node]:
+    """The nodes that `value` is computed by."""
+    pending = [value.producer()] if value is not None else []
+    found: set[ir.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            pending += [each.producer() for each in node.inputs if each is not None]
+    return found
+
+
+def _ask_tokens(mask: ir.Value, tokens: ir.Value) -> None:
+    """Let the tokens say how many are new: the mask is longer from now on."""
+    for node in readers(mask, "Shape"):
+        node.replace_input_with(0, tokens)
 
 
 def _refuse(why: str) -> None:
     raise InputError(
-        f"--add-cache: {why}; export the model with past_key_values instead (qgraph explain says "
-        "what was fused and what was not)"
+        f"--add-cache: {why}; a decoder can be exported with past_key_values instead (without "
+        "--add-cache, qgraph explain says of the result what was fused and what was not)"
     )
 
 
@@ -140,7 +219,8 @@ def _cached(
     lengths = source.lengths(builder)
     told: list[ir.Value | None] = [*node.inputs, *[None] * (_SEQLENS + 1 - len(node.inputs))]
     told[_KEYS : _KEYS + 4] = [*pasts, lengths.last, lengths.total]
-    told[9], told[_SEQLENS] = positions, lengths.new
+    told[9] = positions if node.attributes.get_int("do_rotary", 0) else None
+    told[_SEQLENS] = lengths.new
     told[_BIAS] = bias_of(builder, source, None, query.dtype)
     presents = [
         ir.Value(type=ir.TensorType(query.dtype), shape=ir.Shape([batch, pairs, _TOTAL, size]))
@@ -156,6 +236,8 @@ def _cached(
     new = made.producer()
     assert new is not None
     old, new.name = node.name, f"{node.name}/old"
-    ir.convenience.replace_all_uses_with(node.outputs[0], made)
+    result, kind = node.outputs[0], node.outputs[0].name
+    result.replace_all_uses_with(made, replace_graph_outputs=True)
+    result.name, made.name = f"{kind}/old", kind
     model.graph.remove(node, safe=True)
     new.name = old

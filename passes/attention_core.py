@@ -12,6 +12,8 @@ from qgraph.passes.matching import made_by, number, only_reader, readers
 
 _LOW = -1e3
 _PASSED = ("Cast", "Identity", "Dropout")
+_FEW = 4
+"""Ops that may stand between a softmax and a product for it to look like an attention."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +53,18 @@ def core_of(softmax: ir.Node) -> Core | None:
         OtherwiseError: there is, with something in between that is not known.
     """
     product = _product(softmax)
-    if product is None:
-        return None
-    value = product.inputs[1]
     scores = softmax.inputs[0]
-    if value is None or scores is None or not _leads_to_product(scores):
+    if scores is None or not _leads_to_product(scores):
+        return None
+    if product is None:
+        between = _before_product(softmax)
+        if between is None:
+            return None
+        raise OtherwiseError(
+            between, f"{between.op_type} {between.name} is between the softmax and the product"
+        )
+    value = product.inputs[1]
+    if value is None:
         return None
     axis = softmax.attributes.get_int("axis", -1)
     if axis not in (-1, 3):
@@ -89,7 +98,7 @@ def _product(softmax: ir.Node) -> ir.Node | None:
     """The product that reads the probabilities, behind casts and a guard against NaN."""
     value = softmax.outputs[0]
     while True:
-        nodes = [node for node in readers(value) if node.op_type != "IsNaN"]
+        nodes = [node for node in readers(value) if node.op_type not in ("IsNaN", "Shape")]
         if len(nodes) != 1 or value.is_graph_output():
             return None
         node = nodes[0]
@@ -100,9 +109,34 @@ def _product(softmax: ir.Node) -> ir.Node | None:
         value = node.outputs[0]
 
 
+def _before_product(softmax: ir.Node) -> ir.Node | None:
+    """What stands between a softmax and a product that its result goes into; None without one."""
+    pending = [(node, node) for node in readers(softmax.outputs[0])]
+    for _ in range(_FEW):
+        following = []
+        for first, node in pending:
+            if node.op_type == "MatMul" and not any(v and v.is_initializer() for v in node.inputs):
+                return first
+            following += [(first, each) for v in node.outputs for each in readers(v)]
+        pending = following
+    return None
+
+
+def _is_zeros(value: ir.Value | None) -> bool:
+    """Whether a value is 0 everywhere, however it is spelled."""
+    if number(value) == 0:
+        return True
+    filled = made_by(value, "ConstantOfShape")
+    if filled is not None:
+        attribute = filled.attributes.get("value")
+        return attribute is None or not attribute.as_tensor().numpy().any()
+    expanded = made_by(value, "Expand", "Cast")
+    return expanded is not None and _is_zeros(expanded.inputs[0])
+
+
 def _guards(node: ir.Node, value: ir.Value) -> bool:
     """Whether a node puts 0 where `value` is NaN."""
-    if node.op_type != "Where" or node.inputs[2] is not value or number(node.inputs[1]) != 0:
+    if node.op_type != "Where" or node.inputs[2] is not value or not _is_zeros(node.inputs[1]):
         return False
     test = made_by(node.inputs[0], "IsNaN")
     return test is not None and test.inputs[0] is value
@@ -167,6 +201,13 @@ def _cap(node: ir.Node) -> tuple[ir.Value, float] | None:
     if outer is None or inner is None or abs(outer.factor * inner.factor - 1) > 1e-5:
         return None
     return inner.value, outer.factor
+
+
+def guarded(core: Core) -> bool:
+    """Whether what a token that sees nothing gets is made 0."""
+    value = core.node.outputs[0]
+    cast = [node.outputs[0] for node in readers(value, *_PASSED)]
+    return any(readers(each, "IsNaN") for each in (value, *cast))
 
 
 def _leads_to_product(value: ir.Value) -> bool:

@@ -83,10 +83,13 @@ def scaling(node: ir.Node | None) -> Scaled | None:
     return None
 
 
-def heads_of(value: ir.Value, count: int | None, size: int) -> tuple[Heads, float] | None:
+def heads_of(
+    value: ir.Value, count: int | None, size: int, factors: bool = True
+) -> tuple[Heads, float] | None:
     """Where the heads in `value` come from, and the factors on the way.
 
     count, size: how many heads there are, where it is known, and the elements of each.
+    factors: whether there may be any.
     """
     found, factor = None, 1.0
     current: ir.Value | None = value
@@ -99,7 +102,7 @@ def heads_of(value: ir.Value, count: int | None, size: int) -> tuple[Heads, floa
         if node.op_type in _VIEWS:
             current = node.inputs[0]
             continue
-        scaled = scaling(node)
+        scaled = scaling(node) if factors else None
         if scaled is None:
             break
         current, factor = scaled.value, factor * scaled.factor

@@ -1,8 +1,9 @@
 """What an attention mask lets through, whatever ops make it: causal, a window, padding.
 
 The mask is computed on made-up inputs (`attention_probe`) and compared with what each kind would
-let through: rows and caches of several lengths, padding in front, behind and in between, and
-lengths beyond each constant in it, so that a window longer than the other trials is seen.
+let through: rows and caches of several lengths, padding in front, behind and in between, lengths
+beyond each constant in it, so that a window longer than the other trials is seen, all that its
+tables hold, and padding of numbers around each constant that it may be compared with.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.formats.base import Array
+from qgraph.passes.attention_padding import NOT_ZERO, Kept, critical, kept_of, pairs_of
 from qgraph.passes.attention_probe import Cone, Frame, NotComputedError, Sizes
 from qgraph.passes.fusion import FusionContext
 
 _OPEN, _CLOSED = 1e-6, -1e3
 """What is added to scores is a mask where each element is 0, or so low that exp gives 0."""
 _LONGEST = 1 << 17
-_MOST = 1 << 24
+_MOST = 1 << 25
 """Elements of a mask that are computed at most."""
+_SMALL = 16
+"""Constants of fewer rows are no tables of places."""
+_NUMBERS = 256
+"""Numbers of a padding that are tried at most, each with each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Term:
 class Mask:
     """causal: nothing after itself is seen. window: so many tokens at most, itself included.
 
-    padding: `[B, T]`, not zero where a token is to be seen; None where all are.
+    padding: `[B, T]`, whose numbers say which tokens are to be seen; None where all are.
     bias: `[B or 1, H or 1, S or 1, T]`, added to the scores, where what it hides is not known.
     """
 
@@ -47,6 +53,7 @@ class Mask:
     window: int | None = None
     padding: ir.Value | None = None
     bias: ir.Value | None = None
+    kept: Kept = NOT_ZERO
 
     def seen(self, sizes: Sizes, padding: Array | None) -> Array:
         """What it lets through, bool `[B, 1, S, T]`."""
@@ -57,7 +64,7 @@ class Mask:
             seen &= key <= query
         if self.window is not None:
             seen &= key > query - self.window
-        return seen if padding is None else seen & (padding[:, None, None, :] != 0)
+        return seen if padding is None else seen & self.kept(padding)[:, None, None, :]
 
 
 class NoMaskError(Exception):
@@ -90,32 +97,84 @@ def _read(cone: Cone, terms: Sequence[Term]) -> Mask | str:
     """The mask, or why it is none."""
     try:
         padding = _padding(cone)
-        trials = [
-            (sizes, given, _computed(cone, terms, sizes, given))
-            for sizes, given in _trials(cone, padding)
-        ]
+        kept = NOT_ZERO if padding is None else _kept(cone, terms, padding)
+        trials = list(_tried(cone, terms, None if padding is None else kept))
     except NotComputedError as error:
         return f": {error}"
-    for mask in _kinds(cone, padding):
-        if all(_same(mask, *trial) for trial in trials):
+    for mask in _kinds(trials, padding, kept):
+        if trials and all(_same(mask, *trial) for trial in trials):
             return mask
     return " is neither causal nor padding nor a window"
+
+
+def _tried(
+    cone: Cone, terms: Sequence[Term], kept: Kept | None
+) -> Iterator[tuple[Sizes, Array | None, Array]]:
+    """Sizes, the padding given, and what is let through, bool `[B, 1, S, T]`.
+
+    More tokens than a table has rows are tried where the graph itself has an answer for them.
+    """
+    for sizes, given in _trials(cone, kept):
+        beyond = any(_SMALL <= size < sizes.total for size in cone.tables)
+        try:
+            found = _computed(cone, terms, sizes, given)
+            if _fits(found, sizes):
+                yield sizes, given, found
+                continue
+        except NotComputedError:
+            if not beyond:
+                raise
+        if not beyond:
+            shape = list(found.shape)
+            raise NotComputedError(f"its shape {shape} at {sizes} is none of [B, 1, S, T]")
+
+
+def _fits(found: Array, sizes: Sizes) -> bool:
+    """Whether a mask is repeated to `[B, 1, S, T]` by broadcasting alone."""
+    whole = (sizes.batch, 1, sizes.new, sizes.total)
+    dims = (1,) * (4 - found.ndim) + found.shape
+    return len(dims) == 4 and all(dim in (1, size) for dim, size in zip(dims, whole, strict=True))
+
+
+def _kept(cone: Cone, terms: Sequence[Term], padding: ir.Value) -> Kept:
+    """Which numbers of the padding let a token be seen."""
+    numbers = critical(cone.numbers, padding.dtype)
+    if len(numbers) > _NUMBERS:
+        raise NotComputedError(f"{padding.name} may be compared with too many numbers to try")
+    sizes = cone.frame.sizes(len(numbers) ** 2, 2, 1)
+    found = []
+    for given in pairs_of(numbers, sizes.batch, sizes.total):
+        seen = _computed(cone, terms, sizes, given)
+        if not _fits(seen, sizes):
+            raise NotComputedError(f"its shape {list(seen.shape)} is none of [B, 1, S, T]")
+        whole = np.broadcast_to(seen, (sizes.batch, 1, sizes.new, sizes.total))
+        found.append(whole[:, 0, -1][:, [0, -1]])
+    kept = kept_of(np.concatenate(found)[: len(numbers) ** 2], numbers)
+    if isinstance(kept, str):
+        raise NotComputedError(f"of {padding.name} {kept}")
+    return kept
 
 
 def _padding(cone: Cone) -> ir.Value | None:
     """The input of padding that a mask depends on."""
     if not cone.values:
         return None
-    value = cone.values[0]
+    value, frame = cone.values[0], cone.frame
     if len(cone.values) > 1:
         names = ", ".join(str(value.name) for value in cone.values)
         raise NotComputedError(f"it depends on {names}")
     if value.shape is None or len(value.shape) != 2:
         raise NotComputedError(f"it depends on {value.name}, whose shape is {value.shape}")
+    last = value.shape[1]
+    if frame.past is not None and frame.new == (last if isinstance(last, int) else last.value):
+        raise NotComputedError(
+            f"it depends on {value.name}, whose second axis has the name of the new tokens, "
+            f"{last}: one that is as long as past and new needs a name of its own"
+        )
     return value
 
 
-def _trials(cone: Cone, padding: ir.Value | None) -> Iterator[tuple[Sizes, Array | None]]:
+def _trials(cone: Cone, kept: Kept | None) -> Iterator[tuple[Sizes, Array | None]]:
     frame = cone.frame
     pasts = (0, 3, 6) if frame.past is not None else (0,)
     tried = [frame.sizes(2, new, past) for past in pasts for new in (1, 5)]
@@ -124,17 +183,36 @@ def _trials(cone: Cone, padding: ir.Value | None) -> Iterator[tuple[Sizes, Array
             tried.append(frame.sizes(1, length + 2))
         else:
             tried.append(frame.sizes(1, 2, length + 1))
-        sizes = tried[-1]
-        if sizes.total > _LONGEST or sizes.new * sizes.total > _MOST:
-            raise NotComputedError(f"the number {length} in it may be a window: too long to try")
+        _require_triable(tried[-1], f"the number {length} in it may be a window")
+    for rows in sorted(size for size in cone.tables if size >= _SMALL):
+        tried.append(frame.sizes(1, rows))
+        _require_triable(tried[-1], f"its table has {rows} rows")
+        if frame.past is not None and rows > 2:
+            tried.append(frame.sizes(1, 2, rows - 2))
     for sizes in dict.fromkeys(tried):
-        yield sizes, None if padding is None else np.ones((sizes.batch, sizes.total), np.int64)
-        if padding is not None:
-            yield from ((sizes, hidden) for hidden in _hidden(sizes))
+        if kept is None:
+            yield sizes, None
+        else:
+            yield from ((sizes, _numbers(kept, shown)) for shown in _shown(sizes))
 
 
-def _hidden(sizes: Sizes) -> Iterator[Array]:
-    """Padding in front, behind, and anywhere."""
+def _require_triable(sizes: Sizes, why: str) -> None:
+    if sizes.total > _LONGEST or sizes.new * sizes.total > _MOST:
+        raise NotComputedError(f"{why}: too long to try")
+
+
+def _numbers(kept: Kept, shown: Array) -> Array:
+    """Padding that shows these tokens, of any numbers that do so or do not."""
+    generator = np.random.default_rng(shown.shape[1])
+    sides = [[number for number in kept.tried if bool(kept(np.array(number))) == side]
+             for side in (False, True)]  # fmt: skip
+    hidden, seen = (generator.choice(side or kept.tried, shown.shape) for side in sides)
+    return np.where(shown, seen, hidden)
+
+
+def _shown(sizes: Sizes) -> Iterator[Array]:
+    """No padding, and padding in front, behind, and anywhere: 1 where a token is to be seen."""
+    yield np.ones((sizes.batch, sizes.total), np.int64)
     place = np.arange(sizes.total)[None, :]
     first = np.arange(sizes.batch)[:, None] + 1
     yield (place >= np.minimum(first, sizes.total - 1)).astype(np.int64)
@@ -164,18 +242,20 @@ def _computed(cone: Cone, terms: Sequence[Term], sizes: Sizes, given: Array | No
     return seen
 
 
-def _kinds(cone: Cone, padding: ir.Value | None) -> Iterator[Mask]:
-    windows = {size + more for size in cone.integers for more in (-1, 0, 1) if size + more > 0}
+def _kinds(
+    trials: Sequence[tuple[Sizes, Array | None, Array]], padding: ir.Value | None, kept: Kept
+) -> Iterator[Mask]:
+    """What the mask may be; a window is as long as what the last of many tokens sees."""
+    spans = [found[0, 0, -1] for _, _, found in trials if found.shape[3] > 1]
+    windows = {len(seen) - int(seen.argmax()) for seen in spans if seen.any() and not seen[0]}
     for pad in (None, padding) if padding is not None else (None,):
-        yield Mask(False, None, pad)
-        yield Mask(True, None, pad)
-        yield from (Mask(True, window, pad) for window in sorted(windows))
+        yield Mask(False, None, pad, kept=kept)
+        yield Mask(True, None, pad, kept=kept)
+        yield from (Mask(True, window, pad, kept=kept) for window in sorted(windows))
 
 
 def _same(mask: Mask, sizes: Sizes, given: Array | None, found: Array) -> bool:
     """Whether a mask lets through what was found; rows that see nothing have no meaning."""
     wanted = mask.seen(sizes, given if mask.padding is not None else None)
-    if found.ndim > 4 or np.broadcast_shapes(wanted.shape, found.shape) != wanted.shape:
-        return False
     differs = (wanted != found) & wanted.any(axis=-1, keepdims=True)
     return not differs.any()

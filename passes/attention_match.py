@@ -6,7 +6,7 @@ import dataclasses
 
 import onnx_ir as ir
 
-from qgraph.passes.attention_core import Core, OtherwiseError, result_of
+from qgraph.passes.attention_core import Core, OtherwiseError, guarded, result_of
 from qgraph.passes.attention_heads import Heads, Scaled, fixed, heads_of, rank, unviewed
 from qgraph.passes.attention_mask import Mask, NoMaskError, read_mask
 from qgraph.passes.attention_past import Joined, joined_of
@@ -22,6 +22,7 @@ class Attention:
     result: the value that takes the new op's result.
     query, key, value: where the heads come from, before rotary embedding and cache.
     untabled: why a rotary embedding stays in front of the op.
+    length: how many tokens are looked at, as the graph names it.
     heads, groups, size: of query heads, of heads of keys and values, elements of each.
     """
 
@@ -35,6 +36,7 @@ class Attention:
     untabled: str
     mask: Mask
     frame: Frame
+    length: int | str
     heads: int
     groups: int
     size: int
@@ -46,12 +48,14 @@ class Attention:
         words = [
             f"{self.heads} heads" + (f" over {self.groups}" if self.groups != self.heads else "")
         ]
-        words += ["rotary embedding"] if self.table else []
+        words += [f"rotary embedding of {self.table.rows} positions"] if self.table else []
         words += ["cache"] if self.past else []
         words += ["causal"] if self.mask.causal else []
         words += [f"window of {self.mask.window}"] if self.mask.window else []
-        words += ["padding"] if self.mask.padding is not None else []
+        words += [f"padding {self.mask.kept.words}".strip()] if self.mask.padding else []
         words += ["bias"] if self.mask.bias is not None else []
+        if self.mask.padding is not None and guarded(self.core):
+            words += ["a token that sees nothing gets a mean of values, not 0"]
         return ", ".join(words)
 
 
@@ -80,11 +84,14 @@ def understood(context: FusionContext, core: Core) -> Attention:
     query = _heads(node, core.query, queries, turned[0], fixed(core.query, 1), size)
     key = _heads(node, past[0].new if past else core.key, unviewed(new), turned[1], groups, size)
     groups = groups or _count(key[0], size)
-    value = _heads(node, past[1].new if past else core.value, None, None, groups, size)
+    value = _heads(
+        node, past[1].new if past else core.value, None, None, groups, size, factors=False
+    )
     return Attention(
         core, result_of(core), query[0], key[0], value[0], past,
         table if isinstance(table, Table) else None, table if isinstance(table, str) else "",
-        _mask(context, core, frame), frame, _count(query[0], size), groups, size,
+        _mask(context, core, frame), frame, _length(key[0], frame),
+        _count(query[0], size), groups, size,
         core.factor * query[1] * key[1] * (keys.factor if past or turned[1] else 1.0),
     )  # fmt: skip
 
@@ -102,12 +109,22 @@ def _heads(
     turned: Rotary | None,
     count: int | None,
     size: int,
+    factors: bool = True,
 ) -> tuple[Heads, float]:
     """Where heads come from, behind a rotary embedding at `end`; factors on the way."""
-    found = heads_of(turned.x if turned else value, count, size)
+    found = heads_of(turned.x if turned else value, count, size, factors)
     if found is None:
         raise OtherwiseError(node, f"the heads in {value.name} are made in no known order")
     return found[0], found[1] * (end.factor if turned and end else 1.0)
+
+
+def _length(keys: Heads, frame: Frame) -> int | str:
+    """The tokens that are looked at: those of the cache and the new ones, or another text's."""
+    if frame.past is not None:
+        return f"{frame.past} + {frame.new}"
+    dims = keys.value.shape
+    found = None if dims is None else _named(dims[2 if keys.layout == "heads first" else 1])
+    return frame.new if found is None else found
 
 
 def _count(heads: Heads, size: int) -> int:
@@ -124,7 +141,11 @@ def _frame(node: ir.Node, query: ir.Value, past: tuple[Joined, Joined] | None) -
     length = _named(cached[2]) if cached is not None else None
     if len(dims) != 4 or dims[0] is None or dims[2] is None or (past and length is None):
         raise OtherwiseError(node, f"the dimensions {query.shape} of {query.name} have no names")
-    return Frame(dims[0], dims[2], length)
+    found = Frame(dims[0], dims[2], length)
+    names = [name for name in (found.batch, found.new, found.past) if isinstance(name, str)]
+    if len(found.names) < len(names):
+        raise OtherwiseError(node, f"one name stands for several of the lengths {', '.join(names)}")
+    return found
 
 
 def _named(dim: int | ir.SymbolicDim) -> int | str | None:
@@ -154,10 +175,23 @@ def _mask(context: FusionContext, core: Core, frame: Frame) -> Mask:
     """
     try:
         found = read_mask(context, core.terms, frame)
-        return dataclasses.replace(found, causal=found.causal or core.causal)
     except NoMaskError:
-        term = core.terms[0]
+        biased = _with_bias(context, core, frame)
+        if biased is None or (frame.past is not None and not (biased.causal or core.causal)):
+            raise  # with a cache the op looks back alone
+        found = biased
+    return dataclasses.replace(found, causal=found.causal or core.causal)
+
+
+def _with_bias(context: FusionContext, core: Core, frame: Frame) -> Mask | None:
+    """The mask that all terms but one make, and that one as it is; None where there is none."""
+    for index, term in enumerate(core.terms):
+        others = (*core.terms[:index], *core.terms[index + 1 :])
+        try:
+            found = read_mask(context, others, frame)
+        except NoMaskError:
+            continue
         added = term.kind == "add" and term.value.dtype == core.query.dtype
-        if len(core.terms) > 1 or not added or rank(term.value) != 4:
-            raise
-        return Mask(bias=term.value)
+        if added and rank(term.value) == 4 and found.padding is None:
+            return dataclasses.replace(found, bias=term.value)
+    return None

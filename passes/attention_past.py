@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.passes.fusion import Attributes, Builder
+from qgraph.passes.attention_padding import NOT_ZERO, Kept, tested_by
+from qgraph.passes.fusion import Builder
 from qgraph.passes.matching import made_by
 
 
@@ -47,11 +48,15 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where lengths are read: axes of `tokens` `[B, S, ..]`, and of the padding or the past."""
+    """Where lengths are read: axes of `tokens` `[B, S, ..]`, and of the padding or the past.
+
+    kept: which numbers of the padding let a token be seen.
+    """
 
     tokens: ir.Value
     padding: ir.Value | None
     past: ir.Value | None
+    kept: Kept = NOT_ZERO
 
     def lengths(self, builder: Builder) -> Lengths:
         """The lengths, made once for a scope."""
@@ -105,15 +110,15 @@ def bias_of(
 ) -> ir.Value | None:
     """What is added to scores, `[B or 1, H or 1, S, T]`: as given, or what hides padding."""
     if given is not None:
-        per_query = given.shape is None or given.shape[2] != 1
+        new = source.tokens.shape[1] if source.tokens.shape is not None else None
+        per_query = given.shape is not None and _same(given.shape[2], new)
         return given if per_query else _for_each_query(builder, source, given)
     padding = source.padding
     if padding is None or dtype is None:
         return None
 
     def make(inner: Builder) -> list[ir.Value]:
-        to: Attributes = {"to": ir.DataType.BOOL.value}
-        kept = inner.op("Cast", [padding], attributes=to, dtype=ir.DataType.BOOL)
+        kept = source.kept.tested(inner, padding)
         numbers = dtype.numpy()
         zero = inner.constant("kept", np.zeros((), numbers))
         low = inner.constant("hidden", np.array(np.finfo(numbers).min, numbers))
@@ -122,11 +127,26 @@ def bias_of(
         row = inner.op("Reshape", [added, apart], dtype=dtype)
         return [_for_each_query(inner, source, row)]
 
-    return builder.shared(("padding bias", padding, source.tokens, dtype), make)[0]
+    return builder.shared(("padding bias", padding, source.kept, source.tokens, dtype), make)[0]
+
+
+def padding_of(bias: ir.Value | None) -> tuple[ir.Value, Kept] | None:
+    """The padding that `bias_of` made a bias of, and how; None where it is another one."""
+    row = made_by(bias, "Expand")
+    added = made_by(row.inputs[0], "Reshape") if row is not None else None
+    chosen = made_by(added.inputs[0], "Where") if added is not None else None
+    found = tested_by(chosen.inputs[0]) if chosen is not None else None
+    return found if found is not None and found[0].is_graph_input() else None
+
+
+def _same(first: int | ir.SymbolicDim, second: int | ir.SymbolicDim | None) -> bool:
+    """Whether two dimensions are known to be one."""
+    known = first if isinstance(first, int) else first.value
+    return known is not None and first == second
 
 
 def _for_each_query(builder: Builder, source: Source, row: ir.Value) -> ir.Value:
-    """`[.., 1, T]` as `[.., S, T]`: the kernels broadcast rows and heads, and not queries."""
+    """`[.., 1 or S, T]` as `[.., S, T]`: the kernels broadcast rows and heads, not queries."""
 
     def make(inner: Builder) -> list[ir.Value]:
         one = inner.constant("one", np.array([1], np.int64))

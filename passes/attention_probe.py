@@ -7,6 +7,7 @@ computed on made-up inputs; what reads only the shape of a value is told that sh
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -23,7 +24,10 @@ _LARGE = (1 << 31) - 1
 
 
 _LISTED = 64
-"""Constants of more elements are tables, no lengths."""
+"""Constants of more elements are tables, whose dimensions are lengths, and no lists of lengths."""
+_DIVIDING = ("Div", "Mod", "Mul")
+"""Ops behind which a constant may be reached later than at itself: at its product with another."""
+_LEAST, _LOW = 1e-4, -1e3
 _Run: TypeAlias = Callable[[Mapping[str, Array]], list[Array]]
 
 
@@ -81,6 +85,7 @@ class Cone:
 
     values: what has to be given: those of `cut` that are reached, whatever makes them, and
         graph inputs.
+    tables: the dimensions of its large constants.
     """
 
     def __init__(
@@ -94,6 +99,8 @@ class Cone:
         self.targets = tuple(targets)
         self.values: list[ir.Value] = []
         self._integers: dict[ir.Value, set[int]] = {}
+        self._numbers: dict[ir.Value, set[float]] = {}
+        self.tables: set[int] = set()
         self._model = model
         self._shapes: list[ir.Node] = []
         self._nodes: dict[ir.Node, None] = {}
@@ -102,10 +109,26 @@ class Cone:
 
     @property
     def integers(self) -> frozenset[int]:
-        """The constants in it that may be a length or a window, and what they add up to."""
-        read = (self._integers.get(v, {0}) for node in self._nodes for v in node.inputs if v)
-        total = sum(max(each, default=0) for each in read)
-        return frozenset({total}.union(*self._integers.values()))
+        """The constants in it that may be a length or a window, and what they come to together.
+
+        Added up, and multiplied where positions are divided or multiplied: a window of 16 blocks
+        of 16 tokens ends at 256.
+        """
+        total, factor, found = 0, 1, set[int]()
+        for node in self._nodes:
+            for value in node.inputs:
+                if value is None or self._hides(node, value):
+                    continue
+                integers = self._integers.get(value, set())
+                found |= integers
+                total += max(integers, default=0)
+                factor *= self._factor(node, value)
+        return frozenset({total * factor, *found})
+
+    @property
+    def numbers(self) -> frozenset[float]:
+        """The small constants in it, as they are."""
+        return frozenset().union(*self._numbers.values())
 
     @property
     def looked_up(self) -> list[int]:
@@ -215,14 +238,38 @@ class Cone:
             for dim in value.shape
         )
 
+    def _hides(self, node: ir.Node, value: ir.Value) -> bool:
+        """Whether a constant makes scores vanish, as in `Where(seen, 0, −1e4)`."""
+        floats = value.dtype is not None and value.dtype.is_floating_point()
+        numbers = self._numbers.get(value, set())
+        return floats and node.op_type in ("Where", "Mul") and max(numbers, default=0) <= _LOW
+
+    def _factor(self, node: ir.Node, value: ir.Value) -> int:
+        """How much later what follows a node is reached because of the constant `value`."""
+        numbers = self._numbers.get(value, set())
+        if node.op_type not in _DIVIDING or len(numbers) != 1:
+            return 1
+        size = abs(min(numbers))
+        if value.dtype is not None and value.dtype.is_integer():
+            return max(1, int(size))
+        if node.op_type == "Mul":  # a large one makes what is added to scores, no position
+            size = 1 / size if _LEAST <= size < 1 else 1
+        return max(1, math.ceil(size))
+
     def _constant(self, value: ir.Value) -> None:
         tensor = value.const_value
         if tensor is None or value.is_graph_input():
             raise NotComputedError(f"{value.name} is an input that overrides a constant")
-        if tensor.size <= _LISTED and not tensor.dtype.is_string():
-            array = tensor.numpy().astype(np.float64).reshape(-1)
-            whole = array[(np.abs(array) < _LARGE) & (array == np.round(array))]
-            self._integers[value] = {int(abs(item)) for item in whole}
+        if tensor.dtype.is_string():
+            return
+        if tensor.size > _LISTED:
+            self.tables.update(int(size) for size in tensor.shape.numpy() if size > 1)
+            return
+        array = tensor.numpy().astype(np.float64).reshape(-1)
+        array = array[np.abs(array) < _LARGE]
+        whole = array[array == np.round(array)]
+        self._integers[value] = {int(abs(item)) for item in whole}
+        self._numbers[value] = {float(item) for item in array}
 
 
 def _attributes(node: ir.Node) -> tuple[str, ...]:

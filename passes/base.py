@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import onnx_ir as ir
 
@@ -22,6 +23,9 @@ from qgraph.quant_tensor import QuantSource, QuantTensor
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.work_folder import WorkFolder
+
+if TYPE_CHECKING:
+    from qgraph.passes.input_scales import InputScale
 
 
 @dataclasses.dataclass
@@ -38,8 +42,11 @@ class Findings:
     rows_scaled: by site, the one behind it whose factors its output channels are divided by.
     inputs_scaled: by site, what divides its inputs by such factors: norm, linear or mul.
     outliers: by site, the columns of its input that are to stay in float, int64.
+    scales: by site, how its input is rounded, where that was left to calibration.
     merged: by a site that fusing made, those whose weights it holds, one behind the other.
     apart: sites whose weight must not be put together with others.
+    unfused: by node, why an attention stays as it came.
+    cache: what `quantize_cache` found of keys and values, and of what rounding them costs.
     """
 
     solved: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -53,8 +60,11 @@ class Findings:
     rows_scaled: dict[str, str] = dataclasses.field(default_factory=dict)
     inputs_scaled: dict[str, str] = dataclasses.field(default_factory=dict)
     outliers: dict[str, Array] = dataclasses.field(default_factory=dict)
+    scales: dict[str, InputScale] = dataclasses.field(default_factory=dict)
     merged: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     apart: set[str] = dataclasses.field(default_factory=set)
+    unfused: dict[str, str] = dataclasses.field(default_factory=dict)
+    cache: Any = None
 
 
 @dataclasses.dataclass
@@ -65,8 +75,8 @@ class Context:
     calibration: data for the solvers that measure activations.
     findings: what solvers found so far.
     work: where what they find is kept, for a run that is to go on after it was stopped.
-    evaluate: runs a small serialized model as it is written, on each of several feeds; None where
-        no runtime is there to prove a rewrite.
+    evaluate: runs a small serialized model, or a file, as it is written, on each of several feeds;
+        None where no runtime is there to prove a rewrite.
     """
 
     plan: QuantPlan
@@ -76,7 +86,9 @@ class Context:
     calibration: Calibration | None = None
     findings: Findings = dataclasses.field(default_factory=Findings)
     work: WorkFolder | None = None
-    evaluate: Callable[[bytes, Sequence[Mapping[str, Array]]], list[dict[str, Array]]] | None = None
+    evaluate: (
+        Callable[[bytes | Path, Sequence[Mapping[str, Array]]], list[dict[str, Array]]] | None
+    ) = None
 
     def banned_for(self, site: str) -> frozenset[Query]:
         """The kernels that a site must not get."""

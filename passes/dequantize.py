@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from qgraph.errors import GraphError
 from qgraph.passes.base import PackedParts
+from qgraph.passes.expert_loop import loop_over_experts
 from qgraph.plan import Decision
 from qgraph.quant_tensor import QuantSource
 from qgraph.report import Step
@@ -52,13 +53,17 @@ def read_from(weight: ir.Value, site: Site, rewriter: Rewriter) -> None:
     """Let `site` read `weight` (`[N, K]`) in place of its constant; the old chain goes if unread.
 
     The shape that the site reads stays what it was: a linear gets [K, N] through a Transpose,
-    or [1, K, N] through a Reshape behind it; Gemm with transB and Gather read [N, K].
+    or [1, K, N] through a Reshape behind it; Gemm with transB and Gather read [N, K], routed
+    experts the rows of one at a time.
     """
+    if site.role == "experts":
+        loop_over_experts(weight, site, rewriter)
+        return
     node = site.node
     old = node.inputs[site.position]
     assert old is not None and site.weight is not None
     value = weight
-    transposed = not node.attributes.get_int("transB", 0) and site.role != "embedding"
+    transposed = not node.attributes.get_int("transB", 0) and not site.gathers
     if transposed:
         value = _add(rewriter, site, "Transpose", [value], {"perm": [1, 0]}, [site.k, site.n])
     lead = _leading_axes(old, site)

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from qgraph.constants import FLOATS
 from qgraph.errors import InputError
+from qgraph.formats.base import Array
 from qgraph.passes.fusion_check import Evaluate, evaluate_constants
 from qgraph.quant_tensor import QuantTensor
 from qgraph.rewrite import Rewriter
@@ -16,6 +17,8 @@ from qgraph.scopes import bodies
 
 _SMALL = 65536
 """Elements of the largest constant that is read or made."""
+_BEYOND = 2**31 - 1
+"""What exporters write for the end of an axis, at least."""
 _GROWING = frozenset({"ConstantOfShape", "Expand", "Tile", "Range", "Pad", "Resize"})
 """Ops whose result may be larger than what they read: taken only where its shape is known."""
 _LEFT = frozenset(
@@ -48,6 +51,7 @@ def fold_constants(rewriter: Rewriter, evaluate: Evaluate) -> int:
             constant = rewriter.constant(f"{value.name}/folded", array)
             value.replace_all_uses_with(constant)
         rewriter.drop_unused(foldable)
+        _drop_no_ops(rewriter)  # some are told by what was folded
     return before - len(graph)
 
 
@@ -110,5 +114,26 @@ def _changes_nothing(node: ir.Node, value: ir.Value) -> bool:
         return True
     if node.op_type == "Cast":
         return value.dtype is not None and node.attributes.get_int("to", 0) == int(value.dtype)
+    if node.op_type == "Slice":
+        return _takes_all(node)
     perm = node.attributes.get("perm") if node.op_type == "Transpose" else None
     return perm is not None and list(perm.as_ints()) == sorted(perm.as_ints())
+
+
+def _takes_all(node: ir.Node) -> bool:
+    """Whether a Slice begins at 0 and ends beyond any size, by steps of 1, on whatever axes."""
+    starts, ends, steps = (_small(node, at) for at in (1, 2, 4))
+    if starts is None or ends is None or starts.any() or not (ends >= _BEYOND).all():
+        return False
+    if len(node.inputs) > 4 and node.inputs[4] is not None:
+        return steps is not None and bool((steps == 1).all())
+    return True
+
+
+def _small(node: ir.Node, at: int) -> Array | None:
+    """The constant that a node reads as its input `at`."""
+    value = node.inputs[at] if len(node.inputs) > at else None
+    if value is None or not _is_small_constant(value):
+        return None
+    assert value.const_value is not None
+    return value.const_value.numpy()

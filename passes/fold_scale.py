@@ -113,7 +113,7 @@ def find_fold(
     try:
         _check_readers(activation, sites)
         found = graph.sites() if known is None else known
-        linears = {id(site.node): site for site in found if site.role != "embedding"}
+        linears = {id(site.node): site for site in found if not site.gathers}
         path = trace(activation, k, linears)
     except Unscalable as stop:
         return plain.inserted(str(stop.args[0]))

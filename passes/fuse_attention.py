@@ -12,6 +12,7 @@ from qgraph.passes.attention_core import OtherwiseError, core_of, native_core
 from qgraph.passes.attention_mask import NoMaskError
 from qgraph.passes.attention_match import Attention, understood
 from qgraph.passes.attention_ops import GROUPED, MULTI_HEAD, attended, is_grouped, packed_source
+from qgraph.passes.attention_padding import Kept
 from qgraph.passes.attention_past import Source
 from qgraph.passes.fusion import MICROSOFT, Builder, Candidate, Feed, FusionContext, Miss
 
@@ -30,6 +31,7 @@ def attention(_model: ir.Model, context: FusionContext) -> Iterator[Candidate | 
                 found = understood(context, core)
                 if found.untabled:
                     yield Miss("rotary", node, _TABLE, found.untabled)
+                _require_own_text(found)
                 candidate = _candidate(found, context)
                 if context.has(candidate.into):
                     yield candidate
@@ -37,6 +39,18 @@ def attention(_model: ir.Model, context: FusionContext) -> Iterator[Candidate | 
             yield Miss("attention", error.node, _SPELLING, error.edge)
         except NoMaskError as error:
             yield Miss("attention", node, _SPELLING, str(error))
+
+
+def _require_own_text(found: Attention) -> None:
+    """Refuse what only the grouped op does, where keys are of another text than queries.
+
+    Raises:
+        OtherwiseError: they are; without a cache that op takes as many keys as queries.
+    """
+    frame = found.frame
+    if is_grouped(found) and frame.past is None and found.length != frame.new:
+        edge = f"{found.length} tokens are looked at by {frame.new}, which {GROUPED} cannot"
+        raise OtherwiseError(found.core.node, f"{edge} ({found.summary})")
 
 
 def _candidate(found: Attention, context: FusionContext) -> Candidate:
@@ -73,7 +87,8 @@ def _source(context: FusionContext, found: Attention) -> Source:
     wanted = [found.frame.batch, found.frame.new]
     tokens = [each for each in context.model.graph.inputs if _dims_of(each)[:2] == wanted]
     past = found.past[0].past if found.past is not None else None
-    return Source(tokens[0] if tokens else found.query.value, found.mask.padding, past)
+    mask = found.mask
+    return Source(tokens[0] if tokens else found.query.value, mask.padding, past, mask.kept)
 
 
 def _dims_of(value: ir.Value) -> list[int | str | None]:
@@ -85,8 +100,7 @@ def _shapes(found: Attention) -> dict[str, list[int | str]]:
     bias, frame = found.mask.bias, found.frame
     if bias is None:
         return {}
-    total = frame.new if frame.past is None else f"{frame.past} + {frame.new}"
-    open_axes: list[int | str] = [1, found.heads, frame.new, total]
+    open_axes: list[int | str] = [1, found.heads, frame.new, found.length]
     known = [dim if dim in (1, *open_axes[:3], frame.batch) else None for dim in _dims_of(bias)]
     made = [a if b is None else b for a, b in zip(open_axes, known, strict=True)]
     return {str(bias.name): made}
@@ -95,9 +109,8 @@ def _shapes(found: Attention) -> dict[str, list[int | str]]:
 def _dims(found: Attention) -> dict[str, str]:
     """What the axes of graph inputs are in the check, where each has names of its own."""
     frame, table = found.frame, found.table
-    total = str(frame.new) if frame.past is None else f"{frame.past} + {frame.new}"
     places: list[tuple[ir.Value | None, dict[int, int | str | None]]]
-    places = [(found.mask.padding, {0: frame.batch, 1: total})]
+    places = [(found.mask.padding, {0: frame.batch, 1: found.length})]
     places += [(each.past, {0: frame.batch, 2: frame.past}) for each in found.past or ()]
     if table is not None:
         places.append((table.positions, {0: frame.batch, 1: frame.new}))
@@ -116,17 +129,21 @@ def _dims(found: Attention) -> dict[str, str]:
 def _feeds(found: Attention) -> dict[str, Feed]:
     feeds: dict[str, Feed] = {}
     if found.mask.padding is not None:
-        feeds[str(found.mask.padding.name)] = _some_padding
+        feeds[str(found.mask.padding.name)] = _some_padding(found.mask.kept)
     if found.table is not None and found.table.positions is not None:
         feeds[str(found.table.positions.name)] = _some_positions
     return feeds
 
 
-def _some_padding(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+def _some_padding(kept: Kept) -> Feed:
     """Padding anywhere but in front: a token that sees nothing has no result to compare."""
-    found: Array = generator.integers(0, 2, shape)
-    found[:, 0] = 1
-    return found
+
+    def feed(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        found: Array = generator.choice(kept.tried, shape)
+        found[:, 0] = generator.choice(kept.open, shape[0])
+        return found
+
+    return feed
 
 
 def _some_positions(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:

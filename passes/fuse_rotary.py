@@ -11,12 +11,11 @@ from qgraph.formats.base import Array
 from qgraph.passes.attention_heads import unviewed
 from qgraph.passes.attention_probe import Cone, Frame, NotComputedError
 from qgraph.passes.fusion import Attributes, Builder, FusionContext
-from qgraph.passes.matching import made_by
-
-POSITIONS = 32768
-"""Rows of a table: a token further than that is refused by the runtime, never turned wrongly."""
+from qgraph.passes.matching import is_constant, made_by
 
 _COLUMNS = 8
+_FARTHEST = 1 << 22
+"""Places that are tried at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +140,7 @@ def read_table(context: FusionContext, rotary: Rotary, frame: Frame) -> Table:
         raise NoTableError(f"angles {sources[0].name}: {error}") from None
     key = ("rotary table", cone.signature, rotary.halved, rotary.interleaved, frame)
     if key not in context.memo:
-        context.memo[key] = _read_table(context.model, rotary, cone, positions)
+        context.memo[key] = _read_table(context, rotary, cone, positions)
     found: Table | str = context.memo[key]
     if isinstance(found, str):
         raise NoTableError(found)
@@ -153,18 +152,20 @@ def _root(value: ir.Value) -> ir.Value:
     return value if found is None else found.value
 
 
-def _read_table(model: ir.Model, rotary: Rotary, cone: Cone, positions: ir.Value) -> Table | str:
+def _read_table(
+    context: FusionContext, rotary: Rotary, cone: Cone, positions: ir.Value
+) -> Table | str:
     """The table, or why there is none."""
     name, frame = cone.targets[0].name, cone.frame
     if cone.values != [positions]:
         others = ", ".join(str(v.name) for v in cone.values if v is not positions)
         return f"{name} depends on {others or 'no positions'}"
     try:
-        rows = min(POSITIONS, *cone.looked_up, POSITIONS)
+        rows = min([context.positions, *cone.looked_up])
         table = _angles(cone, np.arange(rows)[None])
         if not _depends_on_place(cone, table):
             return f"{name}: the angles of a token depend on the positions of others"
-        place = _is_place(model, positions, frame)
+        place = _is_place(context.model, positions, frame)
     except NotComputedError as error:
         return f"angles {name}: {error}"
     half = table.shape[-1] if rotary.halved else table.shape[-1] // 2
@@ -173,6 +174,11 @@ def _read_table(model: ir.Model, rotary: Rotary, cone: Cone, positions: ir.Value
     if half % _COLUMNS:
         return f"the kernels turn multiples of {_COLUMNS} elements, not {half}"
     shape = rotary.cos.shape
+    one_row = rotary.halved and shape is not None and shape[0] == 1
+    if not place and not _is_integer(positions):
+        return f"{positions.name} counts in floats, and not on from the cache"
+    if not place and not (one_row or _has_rows(positions, frame)):
+        return f"{positions.name} {positions.shape} says no positions [B, S] that are places"
     return Table(
         positions=None if place else positions,
         input=positions,
@@ -180,26 +186,47 @@ def _read_table(model: ir.Model, rotary: Rotary, cone: Cone, positions: ir.Value
         rows=rows,
         half=half,
         interleaved=rotary.interleaved,
-        one_row=rotary.halved and shape is not None and shape[0] == 1,
+        one_row=one_row,
     )
 
 
-def _positions(value: ir.Value | None) -> ir.Value | None:
-    """The integers that angles are made of: behind the first cast to a float, or a Gather."""
-    while value is not None:
+def _has_rows(positions: ir.Value, frame: Frame) -> bool:
+    """Whether each row of a batch has positions of its own."""
+    shape = positions.shape
+    return shape is not None and len(shape) == 2 and (shape[0] != 1 or frame.batch == 1)
+
+
+def _positions(value: ir.Value) -> ir.Value | None:
+    """The positions that angles are made of: behind the first cast to a float, or a Gather.
+
+    They are integers, or a Range of floats. What is asked for its shape alone has no part in it:
+    exporters expand rates to rows of a batch, and count to a length.
+    """
+    pending, seen = [value], set[ir.Value]()
+    while pending:
+        value = pending.pop()
         node = value.producer()
-        if node is None or node.domain:
-            return None
-        if node.op_type == "Cast" and _is_integer(node.inputs[0]):
-            return _unviewed_integer(node.inputs[0])
-        if node.op_type == "Gather" and _is_integer(node.inputs[1]):
-            return _unviewed_integer(node.inputs[1])
-        value = next((each for each in node.inputs if each is not None and _varies(each)), None)
+        if value in seen or node is None or node.domain or node.op_type == "Shape":
+            continue
+        seen.add(value)
+        if node.op_type == "Range" and not _is_integer(value):
+            return value
+        source = {"Cast": 0, "Gather": 1}.get(node.op_type)
+        found = node.inputs[source] if source is not None else None
+        if _is_integer(found) and not is_constant(found):
+            positions = _unviewed_integer(found)
+            if positions is not None and not _is_length(positions):
+                return positions
+        pending += [each for each in reversed(node.inputs) if each is not None]
     return None
 
 
-def _varies(value: ir.Value) -> bool:
-    return not value.is_initializer() and value.producer() is not None
+def _is_length(value: ir.Value) -> bool:
+    """Whether it is one number, or what a Shape says."""
+    node = value.producer()
+    return (value.shape is not None and not len(value.shape)) or (
+        node is not None and node.op_type == "Shape"
+    )
 
 
 def _is_integer(value: ir.Value | None) -> bool:
@@ -247,8 +274,11 @@ def _is_place(model: ir.Model, positions: ir.Value, frame: Frame) -> bool:
     cone = Cone(model, frame, [positions])
     if cone.values:
         return False
-    for batch, new, past in ((1, 1, 0), (2, 5, 3), (2, 3, 6)):
+    far = max(cone.integers, default=0) + 2  # a place that is clamped or wrapped is so from there
+    for batch, new, past in ((1, 1, 0), (2, 5, 3), (2, 3, 6), (1, far, 0), (1, 2, far)):
         sizes = frame.sizes(batch, new, past)
+        if sizes.total > _FARTHEST:
+            return False
         (found,) = cone.compute(sizes, {})
         wanted = np.broadcast_to(sizes.past + np.arange(sizes.new), (sizes.batch, sizes.new))
         if not np.array_equal(np.broadcast_to(found, wanted.shape), wanted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
@@ -16,6 +17,7 @@ _SKIP = {
     "RMSNormalization": "SkipSimplifiedLayerNormalization",
     LAYER_NORM: "SkipLayerNormalization",
 }
+_CUT = re.compile(r"^Min\((?:[2-9]|\d\d+), (\w+)\)$")
 _SPELLING = "norm(x + skip) of two values of one shape and rank 2 or 3"
 
 
@@ -55,8 +57,18 @@ def _rows_repeat(first: ir.Value, second: ir.Value) -> bool:
     if first.shape is None or second.shape is None or len(first.shape) != 3:
         return False
     ones = [value for value in (first, second) if value.shape is not None and value.shape[0] == 1]
-    same = list(first.shape)[1:] == list(second.shape)[1:]
+    same = _added(first.shape)[1:] == _added(second.shape)[1:]
     return len(ones) == 1 and same and None not in (sizes_of(first.shape) or [None])[1:]
+
+
+def _added(shape: ir.Shape) -> list[int | str | None]:
+    """The axes of an operand of an addition.
+
+    One that a slice cut to `Min(64, sequence)` is as long as the `sequence` beside it: where it is
+    shorter, the addition fails.
+    """
+    dims = [dim if isinstance(dim, int) else dim.value for dim in shape]
+    return [_CUT.sub(r"\1", dim) if isinstance(dim, str) else dim for dim in dims]
 
 
 def _candidate(node: ir.Node, add: ir.Node, op: str) -> Candidate:
@@ -92,7 +104,17 @@ def _candidate(node: ir.Node, add: ir.Node, op: str) -> Candidate:
         return [made[0], made[3]] if shared else [made[0]]
 
     outputs = (end, total) if shared else (end,)
-    return Candidate("skip_norm", node, inputs, outputs, f"{MICROSOFT}::{op}", build)
+    shapes = {str(v.name): _known(v.shape) for v in inputs if v.shape is not None}
+    return Candidate(
+        "skip_norm", node, inputs, outputs, f"{MICROSOFT}::{op}", build,
+        shapes={name: shape for name, shape in shapes.items() if shape},
+    )  # fmt: skip
+
+
+def _known(shape: ir.Shape) -> list[int | str]:
+    """Axes as the check is to have them; none where one has no name."""
+    dims = _added(shape)
+    return [dim for dim in dims if dim is not None] if None not in dims else []
 
 
 def _bias(value: ir.Value) -> ir.Node | None:

@@ -8,7 +8,9 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
+from qgraph.errors import InputError
 from qgraph.graph import Graph
+from qgraph.passes.attention_lengths import unify_lengths
 from qgraph.passes.base import Context, Pass
 from qgraph.passes.fold_constants import fold_constants
 from qgraph.passes.fold_shapes import fold_shapes
@@ -17,7 +19,7 @@ from qgraph.passes.fuse_attention import attention
 from qgraph.passes.fuse_bias import linear_bias
 from qgraph.passes.fuse_norms import norms
 from qgraph.passes.fuse_skip_norm import skip_norm
-from qgraph.passes.fusion import Builder, Candidate, Fusion, FusionContext, Miss
+from qgraph.passes.fusion import POSITIONS, Builder, Candidate, Fusion, FusionContext, Miss
 from qgraph.passes.fusion_check import FusionCheck
 from qgraph.passes.infer_dims import infer_dims
 from qgraph.passes.merge_linears import merge_linears
@@ -34,6 +36,7 @@ FUSIONS: tuple[Fusion, ...] = (
     merge_linears,
 )
 """All fusions, in order: later ones see what earlier ones made."""
+_MOST = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +45,20 @@ class FuseTransformer(Pass):
 
     before:  s = Pow(x, 2); m = ReduceMean(s, -1); … y = Mul(w, Mul(x, Reciprocal(Sqrt(…))))
     after:   y = SimplifiedLayerNormalization(x, w)
+
+    positions: how many positions rotary tables have; a token beyond them is refused at run time.
     """
 
     name: ClassVar[str] = "fuse_transformer"
+    positions: int = POSITIONS
+
+    def __post_init__(self) -> None:
+        """Refuse tables without a row, and those that no runtime would hold."""
+        if not 0 < self.positions <= _MOST:
+            raise InputError(
+                f"fuse_transformer.positions={self.positions}: rotary tables have 1 to {_MOST} "
+                "positions"
+            )
 
     def run(self, graph: Graph, context: Context) -> list[Step]:
         """Fuse what is proven to compute the same; what is not stays, with a reason."""
@@ -56,9 +70,17 @@ class FuseTransformer(Pass):
 
     def _fused(self, graph: Graph, context: Context, complete: Callable[[], None]) -> list[Step]:
         assert context.evaluate is not None  # `run` has looked
-        shared = FusionContext(Rewriter(graph.model), context.capabilities, context.findings)
+        shared = FusionContext(
+            Rewriter(graph.model),
+            context.capabilities,
+            context.findings,
+            positions=self.positions,
+        )
         fold_constants(shared.rewriter, context.evaluate)
-        if fold_shapes(shared.rewriter, infer_dims(graph.model.graph)):
+        elements = infer_dims(graph.model.graph)
+        if unify_lengths(graph.model.graph):
+            elements = infer_dims(graph.model.graph)
+        if fold_shapes(shared.rewriter, elements):
             graph.model.graph.sort()
             fold_constants(shared.rewriter, context.evaluate)
         complete()
@@ -70,6 +92,8 @@ class FuseTransformer(Pass):
                     steps.append(_missed(found))
                 else:
                     steps.append(_apply(found, shared, check))
+        kept = (step for step in steps if step.outcome == "kept" and step.rule == "attention")
+        context.findings.unfused = {step.site: step.detail for step in kept}
         if any(step.outcome == "done" for step in steps):
             graph.model.graph.sort()
         return steps
@@ -85,6 +109,10 @@ def _missed(miss: Miss) -> Step:
 def _apply(candidate: Candidate, shared: FusionContext, check: FusionCheck) -> Step:
     """Make the new nodes, prove them, and put them in place of the old ones or take them away."""
     name, into = _name(candidate.node), candidate.into
+    outside = [value for value in candidate.outputs if _graph_of(value) is not candidate.node.graph]
+    if outside:
+        edge = f"{outside[0].name} is made in another body than {name}"
+        return _missed(Miss(candidate.fusion, candidate.node, f"{into} within one body", edge))
     builder = Builder(shared, candidate.node)
     new = candidate.build(builder, candidate.inputs)
     trial = check(candidate, new)
@@ -117,6 +145,13 @@ def _replace(candidate: Candidate, new: Sequence[ir.Value], rewriter: Rewriter) 
         after.type, after.shape = kind or after.type, shape or after.shape
     producer, name = _producer(new[0]), candidate.node.name
     candidate.node.name, producer.name = producer.name, name
+
+
+def _graph_of(value: ir.Value) -> ir.Graph | None:
+    """The graph, or the body of a node, that a value is made in."""
+    producer = value.producer()
+    found = producer.graph if producer is not None else None
+    return found if isinstance(found, ir.Graph) else None
 
 
 def _producer(value: ir.Value) -> ir.Node:

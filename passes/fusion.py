@@ -26,6 +26,8 @@ Attributes: TypeAlias = dict[str, int | float | str | list[int]]
 Feed: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], Array]
 """An input of the check: made from a generator, for a shape."""
 Made = TypeVar("Made")
+POSITIONS = 32768
+"""Rows of a rotary table: a later token is refused by the runtime, never turned wrongly."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,7 @@ class FusionContext:
     """What a fusion may know of the run, and what the fusions of one graph share.
 
     made: the nodes that fusions made, each with its candidate.
+    positions: how many rows a rotary table gets, where the graph has no table of its own.
     """
 
     rewriter: Rewriter
@@ -90,6 +93,7 @@ class FusionContext:
     findings: Findings = dataclasses.field(default_factory=Findings)
     made: dict[ir.Node, Candidate] = dataclasses.field(default_factory=dict)
     memo: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
+    positions: int = POSITIONS
 
     @property
     def model(self) -> ir.Model:

@@ -22,6 +22,13 @@ Evaluate: TypeAlias = Callable[[bytes, Sequence[Mapping[str, Array]]], list[dict
 _SIZES = ((2, 5, 3, 7, 4, 6), (1, 1, 4, 3, 2, 5))
 """What symbolic dimensions become, in the order in which they are met: two trials. The second
 one is a step of decoding: one row, one token."""
+_LONGEST = 320
+"""The largest number that may be a length beyond which a region is tried: a check stays cheap."""
+_COUNTING = frozenset(
+    "CumSum Equal Gather Greater GreaterOrEqual Less LessOrEqual Mod Range Slice Trilu".split()
+)
+"""Ops by which what a region does may depend on how long its inputs are."""
+_LISTED = 64
 _SCALES = (1.5, 0.02)
 """Standard deviations of float inputs: in the second trial epsilons matter."""
 _COARSE = {ir.DataType.FLOAT16: 1e-2, ir.DataType.BFLOAT16: 6e-2}
@@ -67,6 +74,7 @@ class FusionCheck:
         feeds = [
             cut.feeds(candidate, sizes, scale) for sizes, scale in zip(_SIZES, _SCALES, strict=True)
         ]
+        feeds += self._far(candidate, cut)
         worst = 0.0
         for made in self.evaluate(data, feeds):
             found = list(made.values())
@@ -80,6 +88,25 @@ class FusionCheck:
         limit = max([candidate.tolerance, *(_COARSE.get(d, 0.0) for d in dtypes if d is not None)])
         why = "" if worst <= limit else f"results differ by {worst:.2g}, wanted {limit:.0e} at most"
         return Trial(worst, why)
+
+    def _far(self, candidate: Candidate, cut: Cut) -> list[dict[str, Array]]:
+        """Inputs beyond the lengths at which the old region may change, where it takes them."""
+        if not cut.counts:
+            return []
+        count = len(_SIZES[0])
+        beyond = min([cut.longest + 2, *(rows - count for rows in cut.looked_up)])
+        if beyond < count:
+            return []
+        sizes = (1, *range(beyond, beyond + count))
+        feed = cut.feeds(candidate, sizes, _SCALES[0])
+        old = Cut(self.model, candidate.inputs)
+        data = old.model(candidate.outputs)
+        read = {str(old.values[value].name) for value in old.inputs}
+        try:
+            self.evaluate(data, [{name: feed[name] for name in feed if name in read}])
+        except (InputError, RuntimeError):  # a table has no more rows: there is no answer
+            return []
+        return [feed]
 
 
 class _CannotCheckError(Exception):
@@ -128,6 +155,30 @@ class Cut:
     def types(self, candidate: Candidate) -> list[tuple[Any, ...]]:
         """Type and shape of each input, which with the model's bytes say what is checked."""
         return [(value.dtype, _shape(value, candidate)) for value in self.inputs]
+
+    @property
+    def counts(self) -> bool:
+        """Whether something in it may change at a certain length."""
+        return any(node.op_type in _COUNTING for node in self.nodes)
+
+    @property
+    def looked_up(self) -> list[int]:
+        """How many rows the constants have that it looks rows up in: no text has more tokens."""
+        tables = [node.inputs[0] for node in self.nodes if node.op_type == "Gather"]
+        tensors = [value.const_value for value in tables if value is not None]
+        return [int(t.shape.numpy()[0]) for t in tensors if t is not None and t.size > _LISTED]
+
+    @property
+    def longest(self) -> int:
+        """The largest number in it that may be a length and can be tried; rows of tables too."""
+        found = {0}
+        for value in self.constants:
+            tensor = value.const_value
+            assert tensor is not None
+            found.update(int(size) for size in tensor.shape.numpy())
+            if tensor.dtype.is_integer() and tensor.size <= _LISTED:
+                found.update(int(number) for number in tensor.numpy().reshape(-1))
+        return max(number for number in found if number <= _LONGEST)
 
     def feeds(self, candidate: Candidate, sizes: Sequence[int], scale: float) -> dict[str, Array]:
         """Random inputs; symbols become sizes in the order in which they are met."""

@@ -78,11 +78,17 @@ def _arithmetic(combine: Callable[[Size, Size], Size | None]) -> Rule:
     return rule
 
 
-def _divided(a: Size, b: Size) -> Size | None:
-    """The quotient, rounded down where both are numbers."""
-    if a.number is not None and b.number is not None and a.number >= 0 < b.number:
-        return Size.of(a.number // b.number)
-    return a.over(b)
+def _divided(known: Known, node: ir.Node) -> Sizes | None:
+    """The quotient, of integers rounded down where both are numbers; floats may have a fraction."""
+    dtype = node.outputs[0].dtype
+    whole = dtype is not None and dtype.is_integer()
+
+    def divide(a: Size, b: Size) -> Size | None:
+        if a.number is not None and b.number is not None and a.number >= 0 < b.number:
+            return Size.of(a.number // b.number) if whole or not a.number % b.number else None
+        return a.over(b)
+
+    return _arithmetic(divide)(known, node)
 
 
 def _equal(a: Size, b: Size) -> Size | None:
@@ -120,7 +126,7 @@ INTS: dict[str, Rule] = {
     "Add": _arithmetic(lambda a, b: a + b),
     "Sub": _arithmetic(lambda a, b: a - b),
     "Mul": _arithmetic(lambda a, b: a * b),
-    "Div": _arithmetic(_divided),
+    "Div": _divided,
     "Equal": _arithmetic(_equal),
     "Where": _chosen,
 }

@@ -40,7 +40,7 @@ class LowerGatherBlockQuantized(Pass):
         parts = PackedParts(rewriter)
         steps = []
         for site in graph.sites():
-            if not is_lazy(site.dequantizer) or site.role != "embedding":
+            if not is_lazy(site.dequantizer) or not site.gathers:
                 continue
             try:
                 query = _choose(site, context)
@@ -52,7 +52,11 @@ class LowerGatherBlockQuantized(Pass):
                 rule = "GatherBlockQuantized"
                 steps.append(Step(self.name, rule, site.name, "refused", code, detail))
                 continue
-            place(site, _fused(site, query, parts, rewriter), "GatherBlockQuantized", rewriter)
+            fused = _fused(site, query, parts, rewriter)
+            if site.scope is not graph.model.graph:  # in a Loop it would be copied at each turn
+                table = fused.pop(0)
+                graph.model.graph.insert_before(next(iter(graph.model.graph)), [table])
+            place(site, fused, "GatherBlockQuantized", rewriter)
             rule = f"{site.op} → GatherBlockQuantized"
             steps.append(Step(self.name, rule, site.name, "done", None, spell_kernel(query)))
         return steps

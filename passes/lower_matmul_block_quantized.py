@@ -49,7 +49,7 @@ class LowerMatMulBlockQuantized(Pass):
         parts = PackedParts(rewriter)
         steps = []
         for site in graph.sites():
-            if not is_lazy(site.dequantizer) or site.role == "embedding":
+            if not is_lazy(site.dequantizer) or site.gathers:
                 continue
             answer, query = chosen(site, context)
             if not answer or query.op not in SCALED_TOGETHER:

@@ -43,7 +43,7 @@ class LowerMatMulBnb4(Pass):
         parts = PackedParts(rewriter)
         steps = []
         for site in graph.sites():
-            if not is_lazy(site.dequantizer) or site.role == "embedding":
+            if not is_lazy(site.dequantizer) or site.gathers:
                 continue
             answer, query = chosen(site, context)
             if not answer or query.op != MATMUL_BNB4:

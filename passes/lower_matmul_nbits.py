@@ -58,7 +58,7 @@ class LowerMatMulNBits(Pass):
         parts, sums = PackedParts(rewriter), BlockSumsWriter(rewriter)
         steps = []
         for site in graph.sites():
-            if not is_lazy(site.dequantizer) or site.role == "embedding":
+            if not is_lazy(site.dequantizer) or site.gathers:
                 continue
             try:
                 query = self._choose(site, context)

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.capabilities import OWN_DEQUANTIZE, OWN_LINEAR
+from qgraph.expert_sites import rows_of_one
 from qgraph.formats.base import Format
 from qgraph.graph import Graph
 from qgraph.kernel_choice import is_portable
@@ -73,7 +74,7 @@ class LowerPortable(Pass):
             if not own and opset < LEAST_OPSET:
                 steps.append(_too_old(self.name, site, f"portable: {site.op}", opset))
                 continue
-            gathers = site.role == "embedding"
+            gathers = site.gathers
             result = fmt.function_name if gathers else fmt.linear_name
             rule = f"portable: {site.op} → {result}"
             try:
@@ -139,12 +140,21 @@ def _gathered(site: Site, parts: PackedParts, rewriter: Rewriter) -> list[ir.Nod
     flat = add("Reshape", [ids, flat_shape], "flat_ids")
     layout = source.format.default_layout
     specs = source.parts(layout)
-    if any(spec.rows not in (0, 1) for spec in specs.values()):
+    shared = source.format.row_step(site.k)
+    apart = rows_of_one(ids) % shared or (shared > 1 and site.role != "experts")
+    if apart or any(spec.rows not in (0, 1, shared) for spec in specs.values()):
         raise CannotFuse("BLOCK_UNSUPPORTED", "rows share their scales: none can be read alone")
-    rows: list[ir.Value | None] = [
-        add("Gather", [value, flat], f"gather_{part}") if specs[part].rows else value
-        for part, value in parts.get(source, layout).items()
-    ]
+    blocks = flat
+    if shared > 1:  # the rows of an expert follow each other: every so many begin a block
+        zero, end, step = (
+            rewriter.constant(f"{site.name}/{name}", np.array([at], np.int64))
+            for name, at in (("first", 0), ("end", site.n), ("step", shared))
+        )
+        blocks = add("Div", [add("Slice", [flat, zero, end, zero, step], "firsts"), step], "blocks")
+    rows: list[ir.Value | None] = []
+    for part, value in parts.get(source, layout).items():
+        at = flat if specs[part].rows == 1 else blocks
+        rows.append(add("Gather", [value, at], f"gather_{part}") if specs[part].rows else value)
     table = rewriter.node(
         source.format.function_name,
         rows,

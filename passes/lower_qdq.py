@@ -196,7 +196,7 @@ def _reads_turned(site: Site, main: ir.Graph) -> bool:
     In a body it would be no use: ONNX Runtime 1.32 picks such a DequantizeLinear for fusion, does
     not find its constants in the body, and refuses the model.
     """
-    if site.role == "embedding" or site.weight is None or not site.weight.is_plain:
+    if site.gathers or site.weight is None or not site.weight.is_plain:
         return False
     if site.scope is not main:
         return False

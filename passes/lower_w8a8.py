@@ -16,8 +16,8 @@ from qgraph.graph import Graph
 from qgraph.integer_sites import ZERO_POINT
 from qgraph.kernel_choice import layout_of, spell_kernel
 from qgraph.observers import KINDS
-from qgraph.passes.activation_ranges import DEFAULT
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
+from qgraph.passes.input_scales import AUTO, DEFAULT_LOSS, OUTPUT, ROWS, STATIC
 from qgraph.passes.lower_matmul_nbits import (
     CannotFuse,
     around,
@@ -55,7 +55,7 @@ class LowerW8A8(Pass):
              q = QuantizeLinear(Div(x, s), 1, 128)
              p = com.microsoft::MatMulIntegerToFloat (q, codes', 1, scales', 128)
              y = Mul(p, s)
-    from calibration (`int8-static`):
+    from calibration (`int8-static`, and `int8-auto` where that costs little more):
              q = QuantizeLinear(x, s, z)
              y = com.microsoft::MatMulIntegerToFloat (q, codes', s, scales', z, , bias)
     or, for the target `qdq`,
@@ -66,19 +66,25 @@ class LowerW8A8(Pass):
     """
 
     name: ClassVar[str] = "lower_w8a8"
-    observer: str = DEFAULT
-    """How a static range is found: `minmax`, `percentile` or `entropy`."""
+    observer: str = OUTPUT
+    """How the range of `int8-static` is found: `output` (the one that costs the linears' outputs
+    least), `minmax`, `percentile` or `entropy`."""
     threshold: float = 0.0
     """An input column is an outlier where its largest |x| is this many times the median
     column's; of `--outliers N` fewer than N stay in float where fewer are."""
+    loss: float = DEFAULT_LOSS
+    """What one scale for all rows may cost `int8-auto` more than a scale for each: mean squared
+    error of a row of outputs, relative."""
 
     def __post_init__(self) -> None:
-        if self.observer not in KINDS:
-            near = did_you_mean(self.observer, KINDS)
-            wanted = ", ".join(KINDS)
+        kinds = (OUTPUT, *KINDS)
+        if self.observer not in kinds:
+            near = did_you_mean(self.observer, kinds)
+            wanted = ", ".join(kinds)
             raise InputError(f"lower_w8a8.observer {self.observer!r}{near} (wanted {wanted})")
-        if not self.threshold >= 0:
-            raise InputError(f"lower_w8a8.threshold {self.threshold:g}: wanted 0 or more")
+        for name, value in {"threshold": self.threshold, "loss": self.loss}.items():
+            if not value >= 0:
+                raise InputError(f"lower_w8a8.{name} {value:g}: wanted 0 or more")
 
     def run(self, graph: Graph, context: Context) -> list[Step]:
         """Rewrite every linear whose decision says that its activation is rounded."""
@@ -86,11 +92,12 @@ class LowerW8A8(Pass):
         steps = []
         for site in graph.sites():
             lazy = site.state == "dequantize" and is_lazy(site.dequantizer)
-            if not lazy or site.role == "embedding":
+            if not lazy or site.gathers:
                 continue
             answer, query = chosen(site, context)
             if query.activations == FLOAT_ACTIVATIONS:
                 continue  # another lowering's
+            query, why = _resolved(query, site, context)
             op = query.op.rpartition("::")[2]
             try:
                 if not answer:
@@ -99,9 +106,20 @@ class LowerW8A8(Pass):
             except CannotFuse as refused:
                 steps.append(Step(self.name, op, site.name, "refused", *refused.args))
                 continue
-            detail = spell_kernel(query) + _columns(site, found)
+            detail = spell_kernel(query) + _columns(site, found) + why
             steps.append(Step(self.name, f"{site.op} → {op}", site.name, "done", None, detail))
         return steps
+
+
+def _resolved(query: Query, site: Site, context: Context) -> tuple[Query, str]:
+    """The question with the scales that calibration chose where that was left to it, and why."""
+    if query.activations != AUTO:
+        return query, ""
+    found = context.findings.scales.get(site.name)
+    kind = ROWS if found is None else found.kind
+    unseen = "a scale for each row: no calibration data saw this activation"
+    why = unseen if found is None else found.detail
+    return dataclasses.replace(query, activations=kind), f"; {why}"
 
 
 def _columns(site: Site, found: InputRange) -> str:
@@ -135,7 +153,7 @@ class _Writer:
         def fuse(activation: ir.Value, bias: ir.Value | None) -> list[ir.Node]:
             return self._fused(site, query, known, activation, bias)
 
-        whole = query.activations != "int8-row" and not spelled and site.dtype == _FLOAT
+        whole = query.activations != ROWS and not spelled and site.dtype == _FLOAT
         nodes = around(site, self.rewriter, fuse, takes_bias=whole)
         product = "MatMul" if spelled else query.op.rpartition("::")[2]
         place(site, nodes, product, self.rewriter)
@@ -143,7 +161,7 @@ class _Writer:
 
     def _known(self, site: Site, query: Query) -> InputRange:
         """What calibration found of the site's activation."""
-        found, static = self.context.findings, query.activations == "int8-static"
+        found, static = self.context.findings, query.activations == STATIC
         if self.context.calibration is None:
             # Without data, as in a dry run, any range and columns show what a real run does.
             columns = np.arange(self.context.plan[site.name].outliers, dtype=np.int64)

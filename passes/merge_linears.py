@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.constants import release
 from qgraph.formats.base import PARTS, Part
 from qgraph.passes.fuse_bias import LINEAR, bias_of
 from qgraph.passes.fusion import MICROSOFT, Attributes, Builder, Candidate, FusionContext, Miss
@@ -53,16 +54,19 @@ def _obstacle(linears: Sequence[ir.Node], context: FusionContext) -> str:
             return f"{node.name} reads its groups by an index"
         if str(node.name) in context.findings.apart:
             return f"{node.name} failed a check when it was one with others"
-    tensors = [_tensors(node) for node in linears]
-    if not all(tensors):
-        return "their weights came packed in the file"
-    if len({id(t["codes"].source) for t in tensors}) < len(linears):
+    if len({node.inputs[1] for node in linears}) < len(linears):
         return "two of them share one weight"
     if any(len(value.uses()) > 1 for node in linears for value in node.inputs[1:4] if value):
         return "one of their weights is shared with another site"
-    layouts = {tuple(t[part].layout.of(part) for part in t) for t in tensors}
-    if len(layouts) > 1 or not can_merge([t["codes"].source for t in tensors]):
-        return "their formats differ, or a number of rows is no multiple of 8"
+    tensors = [_tensors(node) for node in linears]
+    if all(tensors):
+        layouts = {tuple(t[part].layout.of(part) for part in t) for t in tensors}
+        if len(layouts) > 1 or not can_merge([t["codes"].source for t in tensors]):
+            return "their formats differ, or a number of rows is no multiple of 8"
+    elif any(tensors) or not all(_stored(node) for node in linears):
+        return "some of their weights came packed in the file, or are no constants"
+    elif len({_stored(node) for node in linears}) > 1:
+        return "their weights came packed in arrays of different types"
     biases = [bias_of(node) for node in linears]
     if any(bias is not None and bias.const_value is None for bias in biases):
         return "one of their biases is no constant"
@@ -87,6 +91,34 @@ def _tensors(node: ir.Node) -> dict[Part, QuantTensor]:
             return {}
         found[part] = value.const_value
     return found
+
+
+def _stored(node: ir.Node) -> tuple[object, ...]:
+    """Type and row of each part of a weight that came packed; empty where one is no constant."""
+    found: list[object] = []
+    for value in node.inputs[1:4]:
+        tensor = value.const_value if value is not None and value.is_initializer() else None
+        if value is not None and (tensor is None or value.is_graph_input()):
+            return ()
+        found.append(None if tensor is None else (tensor.dtype, *tensor.shape.numpy()[1:]))
+    return tuple(found)
+
+
+def _stacked(values: Sequence[ir.Value | None], name: str) -> ir.LazyTensor | None:
+    """Parts that came packed, row behind row: each row takes whole bytes, and none is changed."""
+    tensors = [v.const_value for v in values if v is not None and v.const_value is not None]
+    if not tensors:
+        return None
+    first, *more = tensors[0].shape.numpy()
+    rows = first + sum(tensor.shape.numpy()[0] for tensor in tensors[1:])
+
+    def stacked() -> ir.TensorProtocol:
+        array = np.concatenate([tensor.numpy() for tensor in tensors])
+        for tensor in tensors:
+            release(tensor)
+        return ir.Tensor(array, dtype=tensors[0].dtype, name=name)
+
+    return ir.LazyTensor(stacked, tensors[0].dtype, ir.Shape([rows, *more]), name=name)
 
 
 def _candidate(node: ir.Node, linears: Sequence[ir.Node], context: FusionContext) -> Candidate:
@@ -121,12 +153,19 @@ def _candidate(node: ir.Node, linears: Sequence[ir.Node], context: FusionContext
 def _parts(builder: Builder, linears: Sequence[ir.Node], name: str) -> list[ir.Value | None]:
     """The inputs of the one linear behind its activation: parts of the weight, and the bias."""
     tensors = [_tensors(node) for node in linears]
-    source = MergedSource([each["codes"].source for each in tensors], name)
+    packed = all(tensors)
+    source = MergedSource([each["codes"].source for each in tensors], name) if packed else None
     found: list[ir.Value | None] = [None] * 5
     for part, place in _PLACES.items():
-        if part in tensors[0]:
+        label = f"{name}.{part}"
+        tensor: ir.TensorProtocol | None = None
+        if source is not None and part in tensors[0]:
             tensor = QuantTensor(source, part, tensors[0][part].layout, "")
-            found[place - 1] = builder.initializer(f"{name}.{part}", tensor)
+        elif source is None:
+            given = [node.inputs[place] for node in linears if place < len(node.inputs)]
+            tensor = _stacked(given, label)
+        if tensor is not None:
+            found[place - 1] = builder.initializer(label, tensor)
     biases = [bias_of(node) for node in linears]
     arrays = [each.const_value.numpy() for each in biases if each is not None and each.const_value]
     if arrays:
@@ -155,4 +194,5 @@ def _proof(node: ir.Node, linears: Sequence[ir.Node]) -> tuple[object, ...]:
     """What the candidates that one check proves have in common; bytes are checked as written."""
     attributes = sorted((name, str(attr.value)) for name, attr in node.attributes.items())
     given = tuple(value is not None for value in node.inputs)
-    return (*attributes, *given, *((_rows(each), _kernel(each)) for each in linears))
+    kinds = ((_rows(each), _kernel(each), _stored(each)) for each in linears)
+    return (*attributes, *given, *kinds)

@@ -31,6 +31,12 @@ class InputRange:
     high: float = 0.0
 
 
+def static_grid(low: float, high: float) -> tuple[float, int]:
+    """Step and zero point of the bytes that stand for a range with zero in it."""
+    step = np.float32((high - low) / _CODES) or np.float32(1)
+    return float(step), int(np.clip(np.rint(-low / step), 0, _CODES))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedInput:
     """What the integer product reads, and what it is put together with.
@@ -127,9 +133,8 @@ class _Chain:
         return QuantizedInput(codes, one, zero, row_scale=steps)
 
     def _static(self, known: InputRange) -> QuantizedInput:
-        step = np.float32((known.high - known.low) / _CODES) or np.float32(1)
-        at = int(np.clip(np.rint(-known.low / step), 0, _CODES))
-        scale, zero = self._float("scale", float(step)), self.owner.byte(at)
+        step, at = static_grid(known.low, known.high)
+        scale, zero = self._float("scale", step), self.owner.byte(at)
         return QuantizedInput(self._quantize(self.x, scale, zero), scale, zero)
 
     def _quantize(self, value: ir.Value, scale: ir.Value, zero: ir.Value) -> ir.Value:

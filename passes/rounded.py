@@ -35,6 +35,12 @@ class RoundedSource(RoundingSource, WeightSource):
         WeightSource.__init__(self, weight, fmt, scale_dtype)
         RoundingSource.__init__(self)
 
+    @property
+    def wider(self) -> str:
+        """See `RoundingSource.wider`: a model may have the type because of which scales have it."""
+        same = self.weight.tensor.dtype == self.scale_dtype == ir.DataType.FLOAT16
+        return ", or convert the model to float32" if same else super().wider
+
     def read(self, start: int, stop: int) -> Array:
         """See `RoundingSource.read`."""
         return self.weight.as_stored(start, stop)

@@ -44,7 +44,8 @@ class Probe:
         self.graph, self.logits = graph, logits
         main = {id(node) for node in graph.model.graph}
         mine = [s for s in sites if id(s.node) in main and s.weight and s.state == "float"]
-        linears = [site for site in mine if site.role != "embedding"]
+        mine = [site for site in mine if site.role != "experts"]  # chosen anew by each token
+        linears = [site for site in mine if not site.gathers]
         self.ends = [value for value in graph.model.graph.outputs if self._is_compared(value)]
         self.stages = cut(graph.model, linears, self.ends)
         self.constants = [_constants(stage) for stage in self.stages]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STEPS = 20
-"""The exponents alpha that are tried: 0, 0.05, …, 1."""
+"""The exponents alpha that are tried: 0, 0.05, …, 1; and half a step beside the best one."""
 
 Rounding: TypeAlias = "Callable[[int, Tensor], Tensor | None]"
 
@@ -93,12 +93,16 @@ def search(stage: Stage, absmax: Tensor, ties: Tensor) -> tuple[Tensor, dict[str
     plain = part.losses(ones)
     best, alpha, least = ones, math.nan, sum(plain)
     overflowed = 0
-    for step in range(STEPS + 1):
-        scale = factors(inputs, weights, step / STEPS).to(ones.dtype)
+    tried = [step / STEPS for step in range(STEPS + 1)]
+    for at, exponent in enumerate(tried):
+        scale = factors(inputs, weights, exponent).to(ones.dtype)
         found = part.losses(scale)
         overflowed += math.isinf(found[0])
         if sum(found) < least and _none_worse(found, plain):
-            best, alpha, least = scale, step / STEPS, sum(found)
+            best, alpha, least = scale, exponent, sum(found)
+        if at == STEPS and not math.isnan(alpha):  # and between the best one and its neighbours
+            near = (alpha - 0.5 / STEPS, alpha + 0.5 / STEPS)
+            tried += [each for each in near if 0 < each < 1]
     if not math.isnan(alpha) and sum(map(len, part.weights)) < total:
         plain, found = stage.losses(ones), stage.losses(best)
         overflowed += math.isinf(found[0])

@@ -15,6 +15,8 @@ from qgraph.kernel_choice import best_kernel, spell_kernel
 from qgraph.passes.activation_ranges import STATIC, observed
 from qgraph.passes.base import Context
 from qgraph.passes.input_ranges import outliers
+from qgraph.passes.input_scales import AUTO, OUTPUT, scales
+from qgraph.passes.input_scales import STATIC as ONE_SCALE
 from qgraph.passes.level_check import LARGEST_ERROR, level_error
 from qgraph.passes.lower_w8a8 import LowerW8A8
 from qgraph.passes.rounded import rounded
@@ -71,7 +73,8 @@ class _Solving:
         wanted = {site.name for site in self.owners if site.name not in solved}
         self._round_others(self.sites)
         decisions = self.context.plan.everywhere
-        observing = any(item.activations in STATIC or item.outliers for item in decisions)
+        known = (*STATIC, AUTO)
+        observing = any(item.activations in known or item.outliers for item in decisions)
         if not wanted and not observing:  # a few tokens are enough to check kernels
             few = slice(SAMPLED_BATCHES)
             data = dataclasses.replace(data, batches=data.batches[few], masks=data.masks[few])
@@ -108,7 +111,7 @@ class _Solving:
         """Whether the walk stops at a site: a linear of the main graph that is quantized here."""
         decision = self.context.plan.of(site.name)
         quantized = decision is not None and decision.quantized and site.state == "float"
-        if not quantized or site.role == "embedding" or id(site.node) not in self.main:
+        if not quantized or site.gathers or id(site.node) not in self.main:
             return False
         return site.node.attributes.get_int("transA", 0) == 0
 
@@ -141,6 +144,10 @@ class _Solving:
         columns = outliers(stop, plan, sources, self.lowering.threshold)
         findings.outliers.update(columns)
         findings.ranges.update(observed(stop, plan, sources, columns))
+        asked = (AUTO, ONE_SCALE) if self.lowering.observer == OUTPUT else (AUTO,)
+        chosen = scales(stop, plan, sources, columns, self.lowering.loss, asked)
+        findings.scales.update(chosen)
+        findings.ranges.update({name: (each.low, each.high) for name, each in chosen.items()})
         for site in stop.stage.sites:
             self._check_level(site, stop)
 
@@ -216,7 +223,7 @@ class _Solving:
                 torch.from_numpy(np.array(other.weight.rows(0, min(other.n, SAMPLED_ROWS))))
                 for other in self.sites
                 if other.weight is not None
-                and other.role != "embedding"
+                and not other.gathers
                 and other.state == "float"
                 and other.k == site.k
                 and other.activation is site.activation

@@ -28,7 +28,7 @@ from qgraph.formats.base import (
     parse,
 )
 from qgraph.qdq_weight import SIGNED, UNSIGNED, NoGrid, QdqWeight, locate, read_all
-from qgraph.quant_tensor import Deviation, QuantSource, QuantTensor
+from qgraph.quant_tensor import Deviation, QuantSource, QuantTensor, square_sum
 from qgraph.sites import Refusal, Site
 from qgraph.view import Step
 
@@ -57,9 +57,11 @@ class AdoptedSource(QuantSource):
     def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:
         """Nothing was rounded: the numbers must be equal."""
         own = self.block(start, stop)
-        rows = self.format.dequantize(own).reshape(-1)
-        worst = 0.0 if self.format.same(own, weight) else float("inf")
-        return Deviation(worst, 0.0, float(rows @ rows))
+        rows = self.format.dequantize(own)
+        if self.format.same(own, weight):
+            return Deviation(0.0, 0.0, square_sum(rows))
+        off = square_sum(rows - self.format.dequantize(weight))
+        return Deviation(float("inf"), off, square_sum(rows))
 
     @abstractmethod
     def block(self, start: int, stop: int) -> QuantizedWeight:

@@ -281,3 +281,8 @@ def unused(checkpoint: Checkpoint, found: Mapping[str, Bound]) -> Iterator[str]:
     """The quantized parameters that no site reads."""
     taken = {bound.name for bound in found.values()}
     yield from (name for name in checkpoint.entries if name not in taken)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few names, for a message."""
+    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")

@@ -31,6 +31,7 @@ from qgraph.capabilities import (
 from qgraph.check_kernels import KernelKey, Kind, Probe, Run, Verdict, check_kernel
 from qgraph.formats.base import Part
 from qgraph.integer_sites import integer_product
+from qgraph.lost_weights import LOST
 from qgraph.progress import Progress, Silent
 from qgraph.quant_tensor import QuantTensor
 from qgraph.stored_weight import StoredWeight, WrittenData, stored_weight
@@ -39,17 +40,13 @@ THREADS = 2
 _T = TypeVar("_T")
 
 
-LOST = 0.9
-"""A relative error above this: nothing is left, zeros have 1 (2 bits leave 0.3 to 0.7)."""
-
-
 @dataclasses.dataclass(frozen=True)
 class SiteCheck:
     """What the check found for one site.
 
     kernel_key: the kernel that the site runs.
-    code: LEVEL_FAILED_CHECK, KERNEL_FAILED_CHECK, or BYTES where the stored weight itself is
-        wrong; None where all is right.
+    code: LEVEL_FAILED_CHECK, KERNEL_FAILED_CHECK, WEIGHT_LOST where the kernel's type does not
+        hold the weight, or BYTES where the stored weight itself is wrong; None where all is right.
     worst_ratio: the largest error of the kernel divided by its bound; NaN where it did not run.
     weight_error: ‖W − Ŵ‖/‖W‖ (Frobenius) over the rows that were read back.
     output_error: the same of the outputs on calibration data, where a solver measured it. It may
@@ -101,7 +98,7 @@ def check_model(
 
         def check(probe: Probe) -> Verdict:
             assert run is not None
-            return check_kernel(probe, model, data.path.parent, run)
+            return check_kernel(probe, model, data.path, run)
 
         verdicts = list(_advancing(pool.map(check, chosen.values()), progress, len(weights)))
     kernels = dict(zip(chosen, verdicts, strict=True))
@@ -154,7 +151,8 @@ def _site_check(site: str, probe: Probe, stored: _Bytes, verdict: Verdict | None
         return SiteCheck(site, probe.key, False, "BYTES", ratio, stored.error, detail)
     if verdict is not None and not verdict.ok:
         code = "LEVEL_FAILED_CHECK" if probe.key.level else "KERNEL_FAILED_CHECK"
-        detail = f"{probe.key}: {verdict.detail}"
+        code, detail = ("WEIGHT_LOST", "") if verdict.lost else (code, f"{probe.key}: ")
+        detail += verdict.detail
         return SiteCheck(site, probe.key, False, code, ratio, stored.error, detail)
     detail = verdict.detail if verdict else ""
     outputs = probe.weight.source.output_error
@@ -218,7 +216,7 @@ def _parts(node: ir.Node, op: ReadingOp) -> dict[int, tuple[Part, str, QuantTens
     for index in op.inputs:
         value = node.inputs[index] if index < len(node.inputs) else None
         producer = value.producer() if value is not None else None
-        if producer is not None and producer.op_type in ("Reshape", "Transpose"):
+        if producer is not None and producer.op_type in ("Reshape", "Transpose", "Gather"):
             value = producer.inputs[0]
         tensor = value.const_value if value is not None else None
         if value is not None and isinstance(tensor, QuantTensor):
@@ -256,11 +254,18 @@ def _probe(
         FLOAT_ACTIVATIONS if integer is None else integer.activations,
         0 if integer is None else len(integer.columns),
     )
-    sites = tuple(_readers(node)) if op.kind == "dequantize" else (node.name or "",)
+    whole = op.kind == "dequantize" and not _is_gathered(node.inputs[op.inputs[0]])
+    sites = tuple(_readers(node)) if whole else (node.name or "",)
     positions = {index: part for index, (part, _, _) in found.items()}
     return Probe(
         sites, node, key, op.kind, weight, positions, op.x, op.bias, sums, integer, data.tensors
     )
+
+
+def _is_gathered(codes: ir.Value | None) -> bool:
+    """Whether the rows to dequantize are picked first: the portable form of an embedding."""
+    producer = codes.producer() if codes is not None else None
+    return producer is not None and producer.op_type == "Gather"
 
 
 def _readers(node: ir.Node) -> Iterator[str]:

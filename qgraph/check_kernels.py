@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,6 +26,7 @@ from qgraph.probe import Kind as Kind
 from qgraph.probe import Probe as Probe
 from qgraph.probe import dequantized_rows, given_bias, x_type
 from qgraph.probe_model import one_site_model
+from qgraph.saved_file import CHECK
 
 Run: TypeAlias = Callable[[Path, Sequence[Mapping[str, NDArray[Any]]]], list[dict[str, Array]]]
 """Opens the model at a path and runs it on each of the feeds."""
@@ -39,6 +39,8 @@ GATHERED = 256
 _RANGE = {"float16": 3e4, "float32": 1e36, "bfloat16": 1e36}
 """Products are kept below this: infinities say nothing of kernels. It is half of what float16
 holds, and less of the others: a kernel's sums, zero points in them, are larger than its result."""
+_TOP = {"float16": 65504.0}
+"""The largest number, where weights come near it."""
 _INT8_STEP = 1 / 254
 """Half a step of activations rounded to −127…127, relative to the block's amax."""
 _SLACK = {"float32": 1e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -51,10 +53,14 @@ _TINY = {"float16": 2.0**-24, "float32": 1e-30, "bfloat16": 1e-30}
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """ratio: the largest error divided by its bound; up to 1 is right."""
+    """ratio: the largest error divided by its bound; up to 1 is right.
+
+    lost: whether it is the weight that is wrong, and no kernel could be right.
+    """
 
     ratio: float
     detail: str = ""
+    lost: bool = False
 
     @property
     def ok(self) -> bool:
@@ -62,14 +68,14 @@ class Verdict:
         return self.ratio <= 1
 
 
-def check_kernel(probe: Probe, model: ir.Model, folder: Path, run: Run) -> Verdict:
+def check_kernel(probe: Probe, model: ir.Model, data: Path, run: Run) -> Verdict:
     """Run one site's kernel on the stored bytes.
 
-    `folder` is that of the data file: the one-node model is written there under a dot name, and
-    removed whatever happens.
+    `data` is the data file: the one-node model is written beside it under a longer name, and
+    removed whatever happens; where the process is killed, by the next save.
     """
     feeds = _feeds(probe)
-    path = folder / f".qgraph-check-{os.getpid()}-{next(_COUNTER)}.onnx"
+    path = data.with_name(f"{data.name}{CHECK}{next(_COUNTER)}.onnx")
     try:
         path.write_bytes(one_site_model(probe, model))
         results = run(path, feeds)
@@ -213,6 +219,13 @@ def _check_elements(key: KernelKey, got: Array, wanted: Array) -> Verdict:
     """Elements that are only dequantized are right to the last bit or two of their type."""
     if got.shape != wanted.shape:
         return Verdict(float("inf"), f"the result has shape {got.shape}, not {wanted.shape}")
+    most, top = float(np.abs(wanted).max(initial=0)), _TOP.get(key.dtype, np.inf)
+    if most > top:
+        return Verdict(
+            float("inf"),
+            f"its largest numbers, rounded, become {most:g}, and {key.dtype} ends at {top:g}",
+            lost=True,
+        )
     error = np.abs(got.astype(np.float64) - wanted)
     ratio = _number(np.max(error / (_ROUNDING[key.dtype] * np.abs(wanted) + _TINY[key.dtype])))
     return Verdict(ratio, f"a dequantized weight is {ratio:.3g} times its rounding off")

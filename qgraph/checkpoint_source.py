@@ -61,7 +61,7 @@ class CheckpointSource(QuantSource):
     @property
     def part(self) -> str:
         """The entry's name, and which of its rows where those are not all."""
-        whole = self.first == 0 and self.n == self.entry.n
+        whole = self.first == 0 and self.n == self.entry.total_rows
         return self.name if whole else f"{self.name}[{self.first}:{self.first + self.n}]"
 
     def block(self, start: int, stop: int) -> QuantizedWeight:

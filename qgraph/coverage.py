@@ -28,7 +28,7 @@ class Item(Protocol):
 
     @property
     def role(self) -> str:
-        """`linear`, `head` or `embedding`."""
+        """`linear`, `head`, `experts` or `embedding`."""
 
     @property
     def quantized(self) -> bool:
@@ -68,8 +68,8 @@ class Coverage:
         """Count `items`."""
         items = list(items)
         counted = [i for i in items if i.quantized or i.n * i.k >= NOT_COUNTED or not i.reason]
-        linears = [item for item in counted if item.role in LINEAR_ROLES]
-        embeddings = [item for item in counted if item.role not in LINEAR_ROLES]
+        linears = [item for item in counted if item.role != "embedding"]
+        embeddings = [item for item in counted if item.role == "embedding"]
         return cls(
             len(linears),
             sum(item.quantized for item in linears),

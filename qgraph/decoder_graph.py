@@ -11,10 +11,29 @@ from qgraph.language_model import table_rows
 
 CACHING = "GroupQueryAttention"
 """The op of ONNX Runtime that writes new keys and values behind those it is given, in place."""
+CACHE_BITS = "kv_cache_bit_width"
+"""Its attribute that says how many bits a code of a quantized cache has."""
 _PAST, _PRESENT = slice(3, 5), slice(1, 3)
 _COSINES = 7
 _LINEARS = {"MatMul": 2, "Gemm": 2, "MatMulNBits": 3, "MatMulBnb4": 3, "MatMulBlockQuantizedFp": 3}
 _ELEMENTWISE = ("Cast", "Identity", "Mul", "Div", "Add", "Tanh")
+
+
+def names_cache(name: str | None, rank: int) -> bool:
+    """Whether an input or output of this name and rank is a cache of keys and values.
+
+    A number of what is in one has fewer dimensions.
+    """
+    return rank > 2 and (name or "").lower().startswith(("past", "cache", "present"))
+
+
+def has_cache(model: ir.Model) -> bool:
+    """Whether a graph is given a cache."""
+    return any(
+        names_cache(value.name, len(value.shape))
+        for value in model.graph.inputs
+        if value.shape is not None
+    )
 
 
 def shares_cache(model: ir.Model, pasts: Iterable[str], presents: Iterable[str]) -> bool:
@@ -46,14 +65,31 @@ def _is_written(present: ir.Value) -> bool:
 
 
 def head_sizes(model: ir.Model) -> dict[str, int]:
-    """The size of a head by name of a past that attention reads, where the graph says it."""
+    """The last axis of a past that attention reads, by its name, where the graph says it.
+
+    It is the size of a head, or half of it where two channels lie in a byte.
+    """
     found: dict[str, int] = {}
-    for value in model.graph.inputs:
-        for node, _ in value.uses():
-            if node.op_type == CACHING and value in node.inputs[_PAST]:
-                size = head_size(node)
-                found |= {} if size is None or value.name is None else {value.name: size}
+    for value, node in cache_readers(model):
+        size = head_size(node)
+        if size is not None and value.name is not None:
+            found[value.name] = size // 2 if cache_bits(node) == 4 else size
     return found
+
+
+def cache_readers(model: ir.Model) -> list[tuple[ir.Value, ir.Node]]:
+    """Every past of the graph that an attention reads, with that attention."""
+    return [
+        (value, node)
+        for value in model.graph.inputs
+        for node, _ in value.uses()
+        if node.op_type == CACHING and value in node.inputs[_PAST]
+    ]
+
+
+def cache_bits(attention: ir.Node) -> int:
+    """Bits of a code in the cache of an attention; 0 where the cache holds floats."""
+    return attention.attributes.get_int(CACHE_BITS, 0)
 
 
 def head_size(attention: ir.Node) -> int | None:

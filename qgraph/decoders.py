@@ -12,6 +12,7 @@ from qgraph.decoder_graph import head_sizes, last_logits, most_positions, shares
 from qgraph.language_model import table_rows
 from qgraph.runtimes.decoding import Decoder, decoder_io
 from qgraph.runtimes.ort_session import value_spec
+from qgraph.runtimes.stored_decoding import StoredDecoder
 from qgraph.site_outputs import read_graph
 
 if TYPE_CHECKING:
@@ -33,11 +34,19 @@ class Opened:
     positions: int | None
 
 
-def open_decoder(runtime: Runtime, source: Path | ir.Model, threads: int = 0) -> Opened:
+LARGE = 1 << 25
+"""Bytes of weights that do not stay in a processor's caches from token to token."""
+
+
+def open_decoder(
+    runtime: Runtime, source: Path | ir.Model, threads: int = 0, layout: str = ""
+) -> Opened:
     """Open a decoder; its head gives the last token's logits alone, where it can.
 
+    layout: keeps the cache in one of `qgraph.formats.kv_layouts` between steps; empty: as it is.
+
     Raises:
-        InputError: no decoder, or the runtime refuses it.
+        InputError: no decoder, the runtime refuses it, or its cache does not take the layout.
         MissingExtra: the runtime is not installed.
     """
     graph = read_graph(source) if isinstance(source, Path) else source.clone()
@@ -52,5 +61,18 @@ def open_decoder(runtime: Runtime, source: Path | ir.Model, threads: int = 0) ->
         session = open_graph(runtime, graph, source, spinning=True, threads=threads)
     else:
         session = runtime.open(source, threads=threads)
-    decoder = runtime.decoder(session, io, shared=shared)
+    if layout:
+        decoder: Decoder = StoredDecoder(session, io, layout)
+    else:
+        decoder = runtime.decoder(session, io, shared=shared)
+    if _weights(graph) >= LARGE:
+        decoder.settle()
     return Opened(decoder, min(sizes, default=None), positions)
+
+
+def _weights(model: ir.Model) -> int:
+    """Bytes of all constants, as they are stored; reads none."""
+    constants = (
+        value.const_value for graph in model.graphs() for value in graph.initializers.values()
+    )
+    return sum(constant.nbytes for constant in constants if constant is not None)

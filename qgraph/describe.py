@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
+from qgraph.cache_kernels import cache_notes
 from qgraph.capabilities import Capabilities
 from qgraph.errors import InputError
 from qgraph.explanation import Explanation, SiteRow
@@ -69,7 +70,7 @@ def describe(graph: Graph, capabilities: Capabilities, metadata: Mapping[str, An
         sites=tuple(rows),
         others=dict(others),
         fusions=from_metadata(metadata),
-        notes=tuple(graph.notes),
+        notes=(*graph.notes, *cache_notes(graph.model)),
     )
 
 
@@ -210,7 +211,7 @@ def _portable(row: SiteRow, site: Site, decision: Decision, capabilities: Capabi
     source = packed_source(site, site.k)
     if source is not None:
         row = dataclasses.replace(row, bits=source.format.bits, group=source.format.group)
-    asks = source is not None and site.dtype is not None and site.role != "embedding"
+    asks = source is not None and site.dtype is not None and not site.gathers
     query = own_query(site, source.format) if source is not None and asks else None
     answer = capabilities.ask(query) if query is not None else None
     if query is None or answer is None or answer.rule is None:

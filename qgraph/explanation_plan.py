@@ -10,6 +10,7 @@ from typing import Any
 from qgraph.errors import InputError
 from qgraph.explanation import Explanation, SiteRow
 from qgraph.formats.base import parse
+from qgraph.fused_ops import from_metadata
 from qgraph.kernel_choice import spell_many
 from qgraph.plan import QuantPlan
 from qgraph.report import REASONS
@@ -43,7 +44,8 @@ def read_plan(path: Path) -> Explanation:
 
 def _from_json(data: Mapping[str, Any], model: str) -> Explanation:
     rows = tuple(_row(item) for item in data["decisions"])
-    return Explanation(model, "plan", str(data["target"]), str(data["runtime"]), rows)
+    target, runtime = str(data["target"]), str(data["runtime"])
+    return Explanation(model, "plan", target, runtime, rows, fusions=from_metadata(data))
 
 
 def _row(item: Mapping[str, Any]) -> SiteRow:

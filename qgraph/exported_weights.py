@@ -14,6 +14,7 @@ from qgraph.adopted import QdqSource, StoredSource
 from qgraph.checkpoint_floats import holds
 from qgraph.constants import FLOATS, open_array, small_ints
 from qgraph.errors import CoverageError, InputError
+from qgraph.expert_sites import expert_count
 from qgraph.formats.base import Array, Format, QuantizedWeight, parse
 from qgraph.formats.grouping import count_groups
 from qgraph.graph import Graph
@@ -50,11 +51,13 @@ class Weight:
     """One quantized parameter of a graph.
 
     order: int64 `[K]` or None: column j of the source is column order[j] of the parameter.
+    experts: how many have their rows in the source, where it is a stack of them.
     """
 
     name: str
     source: QuantSource
     order: Array | None = None
+    experts: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,7 +101,7 @@ def weights_of(graph: Graph, places: Mapping[str, Sequence[Place]]) -> list[Weig
         _check_factors(site)
         for place in places[site.name]:
             name = place.name
-            weight = Weight(name, _source(site, place), _order(site))
+            weight = Weight(name, _source(site, place), _order(site), expert_count(site))
             key = _identity(weight.source)
             if key in seen:
                 continue
@@ -187,7 +190,7 @@ def _read_as(found: StoredSource, fmt: Format) -> StoredSource:
 
 def _order(site: Site) -> Array | None:
     """The order in which the site's activation is gathered, if its columns lie so."""
-    if site.role == "embedding":
+    if site.gathers:
         return None
     node = site.activation.producer()
     if node is None or node.op_type != "Gather" or node.domain:
@@ -201,7 +204,7 @@ def _order(site: Site) -> Array | None:
 
 def _check_factors(site: Site) -> None:
     """Refuse channel factors that stand in a node of their own: no layout has a place for them."""
-    node = site.activation.producer() if site.role != "embedding" else None
+    node = site.activation.producer() if not site.gathers else None
     while node is not None and node.op_type == "Gather" and node.inputs[0] is not None:
         node = node.inputs[0].producer()
     if node is not None and node.op_type == "Mul" and (node.name or "").endswith("/scaled"):
@@ -217,19 +220,21 @@ def other_floats(
     taken: Collection[str],
     known: Mapping[str, FloatTensor],
     notes: list[str],
+    apart: Mapping[str, Mapping[str, ir.TensorProtocol]],
 ) -> list[FloatTensor]:
     """The parameters that stay in float.
 
     known: those of the float model's folder, all of which are written but those `taken`: as they
         are there, unless quantization changed them in the graph. Without a folder, the constants
         of the graph whose names are a parameter's.
+    apart: constants that hold several parameters → those, by name.
     """
     graph: dict[str, ir.TensorProtocol] = {}
     for scope in scopes(model.graph):
         for value in scope.initializers.values():
             if value.const_value is not None and value.const_value.dtype in FLOATS:
                 names = (value.name or "", *value.meta.get(ALIASES, ()))
-                graph |= dict.fromkeys(names, value.const_value)
+                graph |= apart.get(names[0]) or dict.fromkeys(names, value.const_value)
     if not known:
         named = [name for name in graph if name.endswith((".weight", ".bias"))]
         return [GraphTensor(name, graph[name]) for name in named if name not in taken]

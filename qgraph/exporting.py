@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
 from qgraph import registry
-from qgraph.capturing import Source, capture, read_metadata
-from qgraph.checkpoints.base import CheckpointLayout, Entry, FloatTensor, Outgoing, SourceEntry
-from qgraph.checkpoints.opening import open_checkpoint
-from qgraph.checkpoints.packed_floats import PackedFloats
-from qgraph.checkpoints.tensors import open_stored
+from qgraph.capturing import Source, capture
+from qgraph.checkpoints.base import CheckpointLayout
+from qgraph.checkpoints.layouts import layout_called
 from qgraph.errors import InputError
-from qgraph.exported_weights import Place, Weight, other_floats, weights_of
+from qgraph.export_content import check_entries, content_of, halved, left_out
+from qgraph.export_places import biases_apart, parameter, places_of
+from qgraph.exported_weights import Place, weights_of
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
-from qgraph.half_scales import HalfScales
-from qgraph.passes.fuse_bias import LINEAR, bias_of
-from qgraph.passes.rounded import RoundedSource
-from qgraph.passes.solved import SolvedSource
 from qgraph.progress import Progress, Silent
-from qgraph.quant_tensor import QuantSource
 from qgraph.recipe import FLOAT, Override, Recipe
 from qgraph.report import Report
 from qgraph.selectors import names_of
-from qgraph.sites import Site
 
-SHOWN = 5
 _HEADS = frozenset(("lm_head", "lm_head.weight", "embed_out", "embed_out.weight"))
 _OPTIONS = frozenset(
     "recipe format group solver calibration include exclude overrides options embedding "
@@ -91,7 +82,7 @@ def export_checkpoint(
         CoverageError: nothing was quantized.
     """
     said = progress or Silent()
-    writer = _writer(layout, gguf_type)
+    writer = layout_called(layout, gguf_type)
     unknown = sorted(set(options) - _OPTIONS)
     if unknown:
         raise InputError(
@@ -108,42 +99,20 @@ def export_checkpoint(
     if all(site.state == "float" for site in graph.sites()):
         graph, places, report = _quantized(graph, writer, folder, options, said)
     else:
-        places = _places(graph, options)
+        places = places_of(graph, options)
     weights = weights_of(graph, places)
-    notes = _left_out(graph)
+    notes = left_out(graph)
     if writer.half_scales:
-        weights = [_halved(weight, notes, only=writer.only_half_scales) for weight in weights]
-    outgoing = _outgoing(graph, weights, folder, notes)
-    _check(writer, outgoing.entries)
+        weights = [halved(weight, notes, only=writer.only_half_scales) for weight in weights]
+    biases = biases_apart(graph, places)
+    outgoing = content_of(graph, weights, biases, folder, notes)
+    check_entries(writer, outgoing.entries)
     notes += writer.notes(outgoing.entries)
     said.stage("write", total=1000)
     files = writer.save(out, outgoing, lambda done, size: said.advance(1000 * done // max(1, size)))
     said.finish()
     written = [entry.name for entry in outgoing.entries]
     return Exported(files, layout, written, len(outgoing.floats), notes, report)
-
-
-def _left_out(graph: Graph) -> list[str]:
-    """A note on what no checkpoint has room for."""
-    second = sum(site.many is not None for site in graph.sites())
-    if not second:
-        return []
-    return [
-        f"{second} linears have a second weight, for many rows: checkpoints hold one a linear, "
-        "and the second ones are left out"
-    ]
-
-
-def _writer(layout: str, gguf_type: str | None) -> CheckpointLayout:
-    """The layout, told which type is wanted."""
-    found: CheckpointLayout = registry.load("checkpoint", layout)
-    if gguf_type is None:
-        return found
-    if layout != "gguf":
-        raise InputError(f"{layout} has no types of GGUF: leave {gguf_type!r} out")
-    from qgraph.checkpoints.gguf import Gguf
-
-    return Gguf(gguf_type)
 
 
 def _beside(
@@ -183,7 +152,8 @@ def _quantized(
         given["format"] = _own_format(writer, 0 if group == "row" else group)
     if recipe.embedding == "auto" and given.get("embedding") is None:
         given["embedding"] = "float"
-    given["overrides"] = [*_float_heads(graph), *recipe.overrides, *given.get("overrides", ())]
+    kept = [*_float_heads(graph), *_not_held(graph, writer)]
+    given["overrides"] = [*kept, *recipe.overrides, *given.get("overrides", ())]
     tokenizer = folder / "tokenizer.json" if folder is not None else None
     if _are_texts(given.get("calibrate")) and tokenizer is not None and tokenizer.is_file():
         given.setdefault("tokenizer", tokenizer)
@@ -198,7 +168,7 @@ def _quantized(
         progress=said,
     )
     places = {
-        item.site: [Place(_name(item.weight, item.module, item.role), item.k, item.format)]
+        item.site: [Place(parameter(item.weight, item.module, item.role), item.k, item.format)]
         for item in result.plan.decisions
     }
     return result.graph, places, result.report
@@ -220,162 +190,16 @@ def _float_heads(graph: Graph) -> list[Override]:
     return [Override(name, FLOAT) for name in heads]
 
 
+def _not_held(graph: Graph, writer: CheckpointLayout) -> list[Override]:
+    """Experts stay in float where the layout has no stacks, linears where it has nothing else."""
+    other = "linear" if writer.only_experts else "experts"
+    found = any(site.role == other for site in graph.sites())
+    return [Override(f"role:{other}", FLOAT)] if found else []
+
+
 def _are_texts(calibrate: Any) -> bool:
     """Whether there may be a text among the data, which the folder's tokenizer reads."""
     items = calibrate if isinstance(calibrate, list | tuple) else [calibrate]
     words = (item[0] if isinstance(item, tuple) else item for item in items)
     paths = [Path(item) for item in words if isinstance(item, str | os.PathLike) and item != "self"]
     return any(path.suffix not in (".npz", ".jsonl") for path in paths)
-
-
-def _places(graph: Graph, options: Mapping[str, Any]) -> dict[str, list[Place]]:
-    """The parameters of each site of a graph that came quantized, as its metadata has them."""
-    given = sorted(key for key, value in options.items() if value not in (None, (), [], {}))
-    if given:
-        word = "a recipe (a format, a solver, …)" if given[0] == "recipe" else given[0]
-        raise InputError(
-            f"the model is quantized already, so {word} has nothing to say: leave it out, or "
-            "export the float model"
-        )
-    known = read_metadata(graph.model).get("sites")
-    known = known if isinstance(known, dict) else {}  # whatever others made of it
-    found = {}
-    for site in graph.sites():
-        item = known.get(site.name)
-        item = item if isinstance(item, dict) else {}
-        if held := item.get("holds"):
-            found[site.name] = _apart(site, held, known)
-            continue
-        found[site.name] = [_place(site, item)]
-    return found
-
-
-def _place(site: Site, item: Mapping[str, Any]) -> Place:
-    weight = str(item.get("weight", site.weight_name.removesuffix(".codes")))
-    name = _name(weight, str(item.get("module", "")), site.role)
-    k, spelled = item.get("k"), item.get("format")
-    return Place(name, k if type(k) is int else site.k, spelled and str(spelled))
-
-
-def _apart(site: Site, held: Any, known: Mapping[str, Any]) -> list[Place]:
-    """The parameters whose rows lie behind each other in the weight of a site."""
-    items = [known.get(name) for name in held] if isinstance(held, list) else []
-    places, at = [], 0
-    for item in items:
-        n = item.get("n") if isinstance(item, dict) else None
-        if not isinstance(item, dict) or type(n) is not int or n < 1:
-            break
-        places.append(dataclasses.replace(_place(site, item), rows=(at, at + n)))
-        at += n
-    if at != site.n or len(places) != len(items):
-        raise InputError(
-            f"{site.name} holds the weights of several linears as one, and the model's metadata "
-            f"({held}, {at} rows) does not say where each of its {site.n} rows belongs: optimize "
-            "with --no-fuse, and export that"
-        )
-    if site.node.op_type == LINEAR and bias_of(site.node) is not None:
-        raise InputError(
-            f"{site.name} holds the biases of {', '.join(map(str, held))} as one, and a "
-            "checkpoint has them apart: optimize with --no-fuse, and export that"
-        )
-    return places
-
-
-def _name(weight: str, module: str, role: str) -> str:
-    """The parameter's name: the weight's own, unless an exporter made that up, else the module's.
-
-    A table is called after its module: the name of a tied weight may be the head's.
-    """
-    if module and (role == "embedding" or "." not in weight):
-        return f"{module}.weight"
-    return weight
-
-
-def _outgoing(
-    graph: Graph, weights: Sequence[Weight], folder: Path | None, notes: list[str]
-) -> Outgoing:
-    """Everything that the checkpoint is to hold."""
-    config, known = _known(folder)
-    taken = {weight.name for weight in weights}
-    lost = sorted(taken - set(known))
-    if folder is not None and lost:
-        near = registry.did_you_mean(lost[0], known)
-        raise InputError(f"{folder} has no tensor {lost[0]!r}{near}: it is not of this model")
-    for weight in weights if folder is not None else ():
-        own, theirs = (weight.source.n, weight.source.k), known[weight.name].shape
-        if sorted(own) != sorted(size for size in theirs if size > 1 or len(theirs) == 2):
-            raise InputError(
-                f"{folder} has {weight.name} {list(theirs)}, and the model {list(own)}: it is not "
-                "of this model"
-            )
-    found = other_floats(graph.model, taken, known, notes)
-    floats = [each for each in found if not isinstance(each, PackedFloats)]
-    biases = {tensor.name for tensor in floats}
-    if folder is None:
-        notes.append(
-            "no Hugging Face folder was named: config.json says how the weights are quantized, "
-            "and nothing of the model; --like FOLDER copies the rest"
-        )
-    entries: list[Entry] = [_entry(weight, biases) for weight in weights]
-    entries += [each.entry for each in found if isinstance(each, PackedFloats)]
-    return Outgoing(entries, floats, config, folder)
-
-
-def _known(place: Path | None) -> tuple[dict[str, Any], Mapping[str, FloatTensor]]:
-    """The configuration and the tensors, by name, of the float model's folder or GGUF file."""
-    if place is None:
-        return {}, {}
-    if place.is_dir():
-        stored = open_stored(place)
-        return dict(stored.config), stored.tensors
-    found = open_checkpoint(place)
-    if found.layout != "gguf":
-        raise InputError(f"{place} is {found.layout}: wanted a Hugging Face folder or a GGUF file")
-    packed = {name: PackedFloats(entry) for name, entry in found.entries.items()}
-    return {}, {**found.floats, **packed}
-
-
-def _halved(weight: Weight, notes: list[str], *, only: bool) -> Weight:
-    """The weight with scales that the layout's readers take.
-
-    One that is only to be rounded yet is rounded against them. Of others the codes stay; where
-    they came so, in a graph, the scales stay too unless float16 holds them. Where the layout has
-    only float16 (`only`), it rounds those itself, and says what that changes.
-    """
-    source = weight.source
-    if source.scale_dtype == ir.DataType.FLOAT16:
-        return weight
-    if isinstance(source, RoundedSource):
-        half: QuantSource = RoundedSource(source.weight, source.format, ir.DataType.FLOAT16)
-        return dataclasses.replace(weight, source=half)
-    half = HalfScales(source)
-    note = "scales are written as float32, which float16 does not hold: some readers round them"
-    if isinstance(source, SolvedSource):
-        note = "scales that a solver found are rounded to float16, in which the layout stores them"
-    elif half.is_exact():
-        return dataclasses.replace(weight, source=half)
-    if note not in notes and not (only and not isinstance(source, SolvedSource)):
-        notes.append(note)
-    return dataclasses.replace(weight, source=half) if isinstance(source, SolvedSource) else weight
-
-
-def _entry(weight: Weight, floats: set[str]) -> SourceEntry:
-    bias = f"{weight.name.removesuffix('.weight')}.bias"
-    return SourceEntry.of(
-        weight.source, weight.name, order=weight.order, bias=bias if bias in floats else None
-    )
-
-
-def _check(writer: CheckpointLayout, entries: Sequence[Entry]) -> None:
-    """Refuse what the layout cannot hold, all of it at once, before anything is written."""
-    reasons = [(entry.name, writer.can_write(entry)) for entry in entries]
-    bad = [f"{name}: {reason}" for name, reason in reasons if reason is not None]
-    if bad:
-        more = f"\nand {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-        raise InputError(
-            f"{writer.name} cannot hold {len(bad)} of the {len(entries)} weights:\n"
-            + "\n".join(bad[:SHOWN])
-            + more
-            + "\nchoose another layout, or another format (its own is "
-            f"{writer.default_format}), or leave them in float with --exclude"
-        )

@@ -61,15 +61,15 @@ def from_metadata(metadata: Mapping[str, Any]) -> tuple[FusionRow, ...]:
     return tuple(row for row in found if row is not None)
 
 
-def summary(rows: Iterable[FusionRow]) -> str:
-    """What was fused, as one sentence; empty where nothing was."""
+def summary(rows: Iterable[FusionRow], planned: bool = False) -> str:
+    """What was fused, or would be, as one sentence; empty where nothing was."""
     rows = list(rows)
     done = ", ".join(f"{row.count} {row.fusion}" for row in rows if row.reason is None)
     left = sum(row.count for row in rows if row.reason is not None)
     if not done:
         return ""
     more = f"; {left} places look alike and stay: `qgraph explain` says why" if left else ""
-    return f"fused ops: {done}{more}"
+    return f"{'would fuse' if planned else 'fused ops'}: {done}{more}"
 
 
 def _row(item: Any) -> FusionRow | None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qgraph.cache_kernels import require_cache_kernel
 from qgraph.capabilities import Capabilities
+from qgraph.decoder_graph import has_cache
 from qgraph.errors import CoverageError, InputError, MissingExtra
+from qgraph.graph import Graph
 from qgraph.pass_names import FUSES_OPS
 from qgraph.plan import QuantPlan
-from qgraph.recipe import Recipe
+from qgraph.recipe import FLOAT, Recipe
 from qgraph.run_notes import write_report
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ def capabilities_of(
     """The kernels of a target, once it is clear that it can do what is asked of it.
 
     Raises:
-        InputError: a cache is asked for and the target's attention has none.
+        InputError: a cache is asked for and the target's attention has none, or none so rounded.
         MissingExtra: the result is to be checked and the runtime is not installed.
     """
     if recipe.add_cache and target not in FUSES_OPS:
@@ -30,11 +33,29 @@ def capabilities_of(
             f"--add-cache is for the targets {', '.join(FUSES_OPS)}, whose attention has a "
             f"cache; the target is {target}"
         )
+    if recipe.kv_cache:
+        require_cache_kernel(recipe.kv_cache, target, available=runtime.available())
     if checked and not runtime.installed():
         raise MissingExtra(
             "onnxruntime", "cpu", "checking the result", "Or skip the check with --no-check."
         )
     return runtime.capabilities()
+
+
+def check_cache(graph: Graph, recipe: Recipe) -> None:
+    """Refuse what is asked of a cache and cannot be, before any work.
+
+    Raises:
+        InputError: a cache is to be added where there is one, or rounded where there is none.
+    """
+    present = has_cache(graph.model)
+    if recipe.add_cache and present:
+        raise InputError(f"{graph.title} has a cache already: leave --add-cache out")
+    if recipe.kv_cache and not present and not recipe.add_cache:
+        raise InputError(
+            f"--kv-cache: {graph.title} has no cache: add one with --add-cache, or export a "
+            "decoder with past_key_values"
+        )
 
 
 def runtime_notes(runtime: Runtime, target: str, recipe: Recipe) -> list[str]:
@@ -45,8 +66,9 @@ def runtime_notes(runtime: Runtime, target: str, recipe: Recipe) -> list[str]:
         notes.append(f"{capabilities.provider} is not installed here: its kernels are predicted")
     if recipe.fuse and target in FUSES_OPS and not runtime.available():
         notes.append(
-            f"norms, activations and attention stay as they are: {capabilities.provider} is "
-            "not here to prove fused ops"
+            f"norms, activations and attention stay as they are: each fused op is run beside what "
+            f"it replaces, and {capabilities.provider} is not here (kernels of another provider "
+            "prove nothing of it): optimize where it is installed, or for ort-cpu"
         )
     return notes
 
@@ -67,6 +89,7 @@ def require_coverage(
     coverage = plan.coverage
     nothing = not coverage.linears_quantized and not coverage.embeddings_quantized
     vain = _asked_in_vain(plan, recipe, target)
+    nothing = nothing and recipe.format != FLOAT  # which fuses the graph alone
     if not nothing and not vain and coverage.share >= min_coverage:
         return
     where = "add --report plan.json, and `qgraph explain plan.json` says why, site by site"
@@ -85,7 +108,7 @@ def _asked_in_vain(plan: QuantPlan, recipe: Recipe, target: str) -> str:
     """What is said of a format that was asked for and that no linear can have."""
     wanted = [i for i in plan.decisions if i.role == "linear" and i.reason != "EXCLUDED"]
     lost = [item for item in wanted if not item.quantized and item.reason == "NO_FUSED_KERNEL"]
-    if recipe.format == "auto" or not lost or any(item.quantized for item in wanted):
+    if recipe.format in ("auto", FLOAT) or not lost or any(item.quantized for item in wanted):
         return ""
     return (
         f"no linear can be held in {recipe.format} for {target}: {lost[0].detail} "

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qgraph.decoder_graph import head_sizes, shares_cache
+from qgraph.decoder_graph import cache_bits, cache_readers, head_sizes, shares_cache
 from qgraph.errors import InputError
+from qgraph.out_file import copy_file, write_file
 from qgraph.runtimes.decoding import DecoderIO, decoder_io
 from qgraph.runtimes.ort_session import model_inputs, value_spec
 from qgraph.site_outputs import read_graph
@@ -61,6 +60,11 @@ def genai_config(model: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(
             f"onnxruntime-genai runs decoders with a cache, and {model.name} has none: export it "
             "with past_key_values, or add one with --add-cache"
+        )
+    if any(cache_bits(node) == 4 for _, node in cache_readers(graph)):
+        raise InputError(
+            f"onnxruntime-genai takes a cache's last axis for the size of a head, and {model.name} "
+            "has two channels in a byte: take --kv-cache int8"
         )
     pasts, presents = [pair.past.name for pair in io.cache], [pair.present for pair in io.cache]
     first = io.cache[0].past.shape
@@ -126,22 +130,17 @@ def write_genai_config(
     Files that are there stay as they are, but for genai_config.json with `force`.
 
     Raises:
-        InputError: the model does not suit, or genai_config.json is there.
+        InputError: the model does not suit, genai_config.json is there, or the folder cannot be
+            written.
     """
     target = model.absolute().parent / NAME
     if target.exists() and not force:
         raise InputError(f"{target} is there already: --force writes it anew")
     text = json.dumps(genai_config(model, config), indent=2) + "\n"
     written = [target]
-    part = target.with_name(f".{NAME}.{os.getpid()}.tmp")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, target)
-        for name in _BESIDE:
-            if (folder / name).is_file() and not target.with_name(name).exists():
-                shutil.copyfile(folder / name, target.with_name(name))
-                written.append(target.with_name(name))
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise InputError(f"cannot write in {target.parent}: {error.strerror}") from None
+    write_file(target, text.encode())
+    for beside in map(target.with_name, _BESIDE):
+        if (folder / beside.name).is_file() and not beside.exists():
+            copy_file(folder / beside.name, beside)
+            written.append(beside)
     return written

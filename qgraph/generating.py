@@ -13,7 +13,7 @@ from qgraph.chat_template import Message, check_messages, render
 from qgraph.decoders import open_decoder
 from qgraph.errors import InputError
 from qgraph.generation import Generation, Request
-from qgraph.sampling import Sampling
+from qgraph.sampling import Sampling, require_whole
 from qgraph.text import load_tokenizer
 from qgraph.tokenizer_files import TokenizerFiles
 
@@ -44,6 +44,7 @@ def generate(
     chat: bool = False,
     target: str = "ort-cpu",
     threads: int = 0,
+    cache_layout: str = "",
 ) -> Generation:
     """Continue a prompt with a decoder; the result yields pieces of text as they are made.
 
@@ -60,13 +61,15 @@ def generate(
         chat: a text is a user's message, for the chat template.
         target: what runs the model.
         threads: within an operator; 0 is the runtime's own choice.
+        cache_layout: keep the cache as "fp8" (a scale to a head), or "kivi8", "kivi4", "kivi2"
+            (keys by channel, values by token) between steps; empty: in floats, as it is.
 
     Raises:
         InputError: no decoder, no tokenizer, one that does not fit the model, an empty prompt,
             or one longer than the model's positions.
         MissingExtra: a package is not installed.
     """
-    found = TextModel(model, tokenizer, target=target, threads=threads)
+    found = TextModel(model, tokenizer, target=target, threads=threads, cache_layout=cache_layout)
     return found.generate(
         prompt,
         Sampling(temperature, top_k, top_p, seed),
@@ -90,6 +93,7 @@ class TextModel:
         *,
         target: str = "ort-cpu",
         threads: int = 0,
+        cache_layout: str = "",
     ) -> None:
         self.runtime: Runtime = registry.load("target", target)
         source = runnable(model)
@@ -100,7 +104,7 @@ class TextModel:
         assert where is not None
         self.files = TokenizerFiles(where, folder)
         self.encoder: Any = load_tokenizer(self.files.path)
-        opened = open_decoder(self.runtime, source, threads)
+        opened = open_decoder(self.runtime, source, threads, cache_layout)
         self.decoder, self.vocabulary = opened.decoder, opened.vocabulary
         limits = [size for size in (opened.positions, self.files.positions()) if size]
         self.positions = min(limits, default=None)
@@ -117,10 +121,14 @@ class TextModel:
         chat: bool = False,
     ) -> Generation:
         """Continue one prompt, or a list of them; see the function `generate`."""
+        require_whole(max_tokens, "max tokens")
         if max_tokens < 1:
             raise InputError(f"max tokens {max_tokens}: wanted 1 or more")
         if isinstance(stop, str):
             raise InputError(f"stop is the text {stop!r}: wanted a list of texts")
+        for each in stop:
+            if not isinstance(each, str):
+                raise InputError(f"stop has {each!r}: wanted texts")
         ends = frozenset(self.files.ends(self.encoder) | self._named_ends(stop_tokens))
         prompts = tuple(self.encode(each, chat) for each in _prompts(prompt))
         how = sampling or Sampling()
@@ -144,10 +152,11 @@ class TextModel:
         if chat and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, str):
-            ids = self.encoder.encode(prompt).ids
+            ids = self.encoder.encode(_whole_text(prompt)).ids
         else:
             # The template writes special tokens itself.
-            ids = self.encoder.encode(self._chat(prompt), add_special_tokens=False).ids
+            text = _whole_text(self._chat(prompt))
+            ids = self.encoder.encode(text, add_special_tokens=False).ids
         if not ids:
             raise InputError("the prompt has no tokens: give some text to go on from")
         if self.vocabulary is not None and max(ids) >= self.vocabulary:
@@ -176,12 +185,33 @@ class TextModel:
                     f"the tokenizer {self.files.path} has no token {token!r}: give a token's "
                     "text as the tokenizer spells it, or --stop TEXT"
                 )
+            size = self.vocabulary if self.vocabulary is not None else known + 1
+            if not 0 <= known < size:
+                raise InputError(f"stop token {known}: the model has tokens 0 to {size - 1}")
             found[int(known)] = "--stop-token"
         return found
 
 
+def _whole_text(text: str) -> str:
+    """Refuse half characters, which come of bytes that are no text.
+
+    Raises:
+        InputError: it has some.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the prompt has {text[error.start]!r} at character {error.start + 1}, which is half "
+            "a character: was it read from bytes that are no UTF-8?"
+        ) from None
+    return text
+
+
 def _prompts(prompt: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt as a batch of one."""
+    if not isinstance(prompt, str | Sequence):
+        raise InputError(f"the prompt is {prompt!r}: wanted a text, messages, or a list of them")
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):
         return (prompt,)  # type: ignore[return-value]
     if not prompt:

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import onnx_ir as ir
-
-from qgraph.binding import SHOWN, Bound, bind, unused
+from qgraph.binding import Bound, bind, some, unused
 from qgraph.capturing import Source, capture
 from qgraph.checkpoint_floats import BoundFloats, SomeRows, take_floats
 from qgraph.checkpoint_source import CheckpointSource
 from qgraph.checkpoints.folder_files import once_each
-from qgraph.constants import FLOATS, open_array
+from qgraph.checkpoints.stacked_entries import with_stacks
 from qgraph.errors import CoverageError, InputError
 from qgraph.graph import Graph
 from qgraph.likeness import steps_off, unlike
 from qgraph.optimizing import Run
 from qgraph.outcomes import Result
+from qgraph.own_graph import check_whole, own_graph, read_already
 from qgraph.progress import Progress, Silent
 from qgraph.recipe import Recipe
 from qgraph.run_notes import output_file
 from qgraph.sites import Site
 
 if TYPE_CHECKING:
-    from qgraph.checkpoints.base import Checkpoint, Entry, FloatTensor
+    from qgraph.checkpoints.base import Checkpoint, FloatTensor
 
 Bindings = Mapping[str, str | None]
-_ROUTED = (".experts.", ".gate.", ".router.")
-"""In the names of parameters that transformers joins or renames, so that the graph has others."""
 _LONGEST = 20_000_000
 _OTHER_VERSION = {"gptq": ("gptq_v2", -1), "gptq_v2": ("gptq", 1)}
 """Two layouts whose zero points differ by one, and how weights lie that are read as the wrong one:
@@ -91,11 +88,8 @@ def import_checkpoint(
     opened = _opened(checkpoint)
     names = _bindings(bindings)
     said.finish(f"{opened.layout}: {len(opened.entries)} quantized weights")
-    stacks = [each for each in opened.entries.values() if each.experts is not None]
-    if model is None and stacks and len(stacks) == len(opened.entries):
-        raise CoverageError(_stacks_alone(opened, stacks[0]))
     said.stage("capture")
-    graph = (_own_graph(opened) if model is None else capture(model)).clone()
+    graph = (own_graph(opened) if model is None else capture(model)).clone()
     imported, notes = _put_in(graph, opened, names, whole=model is None)
     graph.notes.extend(notes)
     graph.inputs = (*graph.inputs, *_files(opened))
@@ -132,17 +126,6 @@ def _opened(checkpoint: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
     return open_checkpoint(checkpoint)
 
 
-def _stacks_alone(checkpoint: Checkpoint, first: Entry) -> str:
-    """Why a graph of experts has nothing for the quantized weights of a checkpoint."""
-    return (
-        f"nothing was quantized: the {len(checkpoint.entries)} quantized parameters of "
-        f"{checkpoint.path}, layout {checkpoint.layout}, are stacks of experts, such as "
-        f"{first.name} {list(first.shape)}, and the graph computes routed experts with weights of "
-        "three axes, which no fused op takes (WEIGHT_RANK): wanted qgraph optimize with the float "
-        "model's folder, which quantizes all that is around them"
-    )
-
-
 def _bindings(given: Bindings | str | os.PathLike[str] | None) -> dict[str, str | None]:
     """The table of bindings, read from its file where it lies in one."""
     if given is None:
@@ -176,25 +159,20 @@ def _put_in(
     whole: the graph was made from the checkpoint, whose floats it is meant to have.
     """
     sites = graph.sites()
+    stacks = [site.weight_name for site in sites if site.role == "experts"]
+    stacks += [target for target in names.values() if target is not None]
+    checkpoint = with_stacks(checkpoint, stacks)
     if whole:
-        names = dict.fromkeys(_read_already(sites)) | dict(names)
+        names = dict.fromkeys(read_already(sites)) | dict(names)
     found = bind(sites, checkpoint, names)
     imported, bound, quantized = _matched(sites, found, checkpoint)
     taken = take_floats(graph.model, checkpoint.floats, bound, quantized)
     notes = [*checkpoint.warnings, *_notes(sites, found, checkpoint)]
     if whole:
-        _check_whole(taken.left, list(unused(checkpoint, found)))
+        check_whole(taken.left, list(unused(checkpoint, found)))
         return imported, [*notes, *taken.suggestions()]
     _check_zeros(sites, imported, checkpoint.layout)
     return imported, [*notes, *taken.notes(), *_strange(sites, imported)]
-
-
-def _read_already(sites: Sequence[Site]) -> Iterator[str]:
-    """The weights of routers that have their values from the checkpoint, under another name."""
-    for site in sites:
-        routed = any(word in site.weight_name for word in _ROUTED)
-        if routed and site.weight is not None and not _is_blank(site.weight.root):
-            yield site.weight_name
 
 
 def _matched(
@@ -257,7 +235,7 @@ def _strange(sites: Sequence[Site], imported: Mapping[str, CheckpointSource]) ->
         return []
     return [
         f"{len(names)} weights of those looked at have nothing in common with the graph's own: "
-        f"{_some(names)}; right only where the checkpoint was made from another training of the "
+        f"{some(names)}; right only where the checkpoint was made from another training of the "
         "model, or rotated as a whole"
     ]
 
@@ -273,31 +251,6 @@ def _floats(site: Site, match: Bound, checkpoint: Checkpoint) -> FloatTensor:
             f"{list(tensor.shape)}: rows of a matrix alone can be bound"
         )
     return SomeRows(tensor, match.first, site.n)
-
-
-def _check_whole(left: Sequence[ir.Value], unread: Sequence[str]) -> None:
-    """Refuse a graph that was made from the checkpoint and lacks values of it: it has zeros there.
-
-    Raises:
-        InputError: names the parameters, and the quantized ones that no linear reads.
-    """
-    blank = [value for value in left if _is_blank(value)]
-    if not blank:
-        return
-    quantized = f"; quantized, and read by no linear, are {_some(unread)}" if unread else ""
-    raise InputError(
-        f"the checkpoint gives no values to {len(blank)} parameters of the model that its "
-        f"config.json describes: {_some([value.name or '' for value in blank])}{quantized}. Name "
-        "the float model (qgraph import CHECKPOINT MODEL), and --bindings where names differ"
-    )
-
-
-def _is_blank(value: ir.Value) -> bool:
-    """Whether a constant is a parameter of a module (with a dot in its name), and zeros."""
-    tensor = value.const_value
-    assert tensor is not None
-    named = "." in (value.name or "") and tensor.size > 1
-    return named and not open_array(tensor).any()
 
 
 def _source(site: Site, match: Bound) -> CheckpointSource:
@@ -338,11 +291,11 @@ def _notes(sites: Sequence[Site], found: Mapping[str, Bound], checkpoint: Checkp
     for why, pairs in by_why.items():
         notes.append(
             f"{len(pairs)} weights have no parameter of their name, and one was found {why}: "
-            f"{_some(pairs)}; --bindings says it otherwise"
+            f"{some(pairs)}; --bindings says it otherwise"
         )
     left = list(unused(checkpoint, found))
     if left:
-        notes.append(f"{len(left)} quantized parameters are read by no site: {_some(left)}")
+        notes.append(f"{len(left)} quantized parameters are read by no site: {some(left)}")
     said: dict[str, list[str]] = {}
     for match in found.values():
         for note in match.entry.notes if match.entry is not None else ():
@@ -351,37 +304,8 @@ def _notes(sites: Sequence[Site], found: Mapping[str, Bound], checkpoint: Checkp
     return notes
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
-
-
 def _files(checkpoint: Checkpoint) -> Iterable[Path]:
     """The files that weights are read from."""
     if checkpoint.path.is_file():
         return (checkpoint.path,)
     return sorted(checkpoint.path.glob("*.safetensors"))
-
-
-def _own_graph(checkpoint: Checkpoint) -> Graph:
-    """The float graph of a checkpoint that brings no other, built from its config.json."""
-    if not (checkpoint.path / "config.json").is_file():
-        raise InputError(
-            f"{checkpoint.path} has no config.json, so the float model has to be named: "
-            "qgraph import CHECKPOINT MODEL"
-        )
-    from qgraph.capturing import from_loaded
-    from qgraph.frontends import hf_folder
-
-    shapes = {name: entry.shape for name, entry in checkpoint.entries.items()}
-    shapes |= {name: tensor.shape for name, tensor in checkpoint.floats.items()}
-    routed = {
-        name
-        for name, tensor in checkpoint.floats.items()
-        if any(word in name for word in _ROUTED) and _is_float(tensor)
-    }
-    return from_loaded(hf_folder.load(checkpoint.path, shapes, routed))
-
-
-def _is_float(tensor: FloatTensor) -> bool:
-    """Whether a module can take it as it is: scales in 8 bits it cannot."""
-    return tensor.dtype in [each.numpy() for each in FLOATS]

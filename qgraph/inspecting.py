@@ -95,6 +95,7 @@ class _Linear:
     k: int
     role: str = "linear"
     dtype: ir.DataType = ir.DataType.FLOAT
+    gathers: bool = False
 
 
 def inspect(

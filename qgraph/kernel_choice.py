@@ -37,7 +37,15 @@ SATURATES = "SATURATES_HERE"
 """What a kernel of signed codes carries where their products leave 16 bits, unless codes fit."""
 PORTABLE = "portable"
 """The kernel of a site that is dequantized block by block in standard operators."""
+EXPERTS_COST = "the experts that a run hits are dequantized one by one in standard operators"
 PORTABLE_COST = "dequantized block by block at each call: 10 to 30 times the time of a float MatMul"
+
+NO_LOOPS = {
+    "qdq": "DequantizeLinear in front of routed experts would dequantize all of them at each run",
+    "torch": "routed experts are gathered in a Loop over those that are hit, which sessions of "
+    "torch do not run",
+}
+"""Why routed experts stay in float."""
 
 
 def dividing_group(k: int, group: int) -> int:
@@ -86,7 +94,7 @@ def best_kernel(
         answer, query = _of_bytes(capabilities, site, fmt, activations)
         if query not in banned:
             return answer, query
-    if at_load and site.role != "embedding" and capabilities.target != "qdq":
+    if at_load and not site.gathers and capabilities.target != "qdq":
         return _at_load(capabilities, site, fmt)
     wanted: Query | None = None
     first: Answer | None = None
@@ -164,13 +172,14 @@ _OF_ACTIVATIONS = {
     "int8": DYNAMIC_QUANTIZE_MATMUL,
     "int8-row": MATMUL_INTEGER_TO_FLOAT,
     "int8-static": MATMUL_INTEGER_TO_FLOAT,
+    "int8-auto": MATMUL_INTEGER_TO_FLOAT,
 }
 
 
 def _candidates(
     capabilities: Capabilities, site: Site, fmt: Format, accuracy_level: str, prefer: str
 ) -> Iterator[Query]:
-    embedding = site.role == "embedding"
+    embedding = site.gathers
     own = _query(GATHER_BLOCK_QUANTIZED if embedding else MATMUL_NBITS, site, fmt)
     if capabilities.target == "qdq":
         yield dataclasses.replace(own, op=DEQUANTIZE_LINEAR)
@@ -181,7 +190,8 @@ def _candidates(
         ops = [op for op in capabilities.ops(fmt.numbers) if op in _OF_LINEARS and not embedding]
         yield from (dataclasses.replace(own, op=op) for op in ops)
         dtypes = ("float32",) if embedding else ("float32", "float16")
-        if integers is None or prefer != "speed" or own.dtype not in dtypes:
+        larger = prefer == "speed" and site.role != "experts"  # which are most of a model
+        if integers is None or not larger or own.dtype not in dtypes:
             yield from [] if ops else [own]  # for the reason why not
             return
         # float16 does not hold the scales of these: the lowering casts the activation.
@@ -246,7 +256,9 @@ def spell_kernel(query: Query) -> str:
     return f"{name} {codes}{block}{level}{sums}"
 
 
-_SCALES = {"int8": "", "int8-row": " rows=dynamic", "int8-static": " static"}
+_SCALES = {
+    "int8": "", "int8-row": " rows=dynamic", "int8-static": " static", "int8-auto": " scales=auto",
+}  # fmt: skip
 """Where the scales of the activation come from."""
 
 
@@ -300,10 +312,10 @@ def query_of(site: Site) -> Query:
     zeros = site.node.inputs[3] if len(site.node.inputs) > 3 else None
     floats = zeros is not None and zeros.dtype is not None and zeros.dtype.is_floating_point()
     return Query(
-        GATHER_BLOCK_QUANTIZED if site.role == "embedding" else MATMUL_NBITS,
+        GATHER_BLOCK_QUANTIZED if site.gathers else MATMUL_NBITS,
         dtype,
         attributes.get_int("bits", 4),
-        attributes.get_int("block_size", 128 if site.role == "embedding" else 0),
+        attributes.get_int("block_size", 128 if site.gathers else 0),
         attributes.get_int("accuracy_level", 0),
         zeros is None,
         site.n,

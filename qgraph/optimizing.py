@@ -20,7 +20,7 @@ from qgraph.checkpoint_source import CheckpointSource
 from qgraph.errors import InputError, NumericError
 from qgraph.fused_ops import PASS as FUSING
 from qgraph.fused_ops import fusion_rows, summary, to_metadata
-from qgraph.gate import capabilities_of, require_coverage, runtime_notes
+from qgraph.gate import capabilities_of, check_cache, require_coverage, runtime_notes
 from qgraph.graph import Graph
 from qgraph.kernel_choice import query_of
 from qgraph.outcomes import (
@@ -122,6 +122,7 @@ class Run:
         self._start("capture")
         graph = capture(model)
         check_paths(graph, output, report, force)
+        check_cache(graph, self.recipe)
         self.report.notes.extend(graph.notes)
         files = graph.files if self.imported is None else []  # those of the checkpoint among them
         before = sum(path.stat().st_size for path in files) or stored_bytes(graph.model)
@@ -301,10 +302,14 @@ class Run:
             for step in self.findings.level_steps
             if step.outcome == "changed"
         }
-        return lowered, plan.running(lowered.sites(), failed)
+        sites = lowered.sites()
+        plan = plan.running(sites, failed)
+        if not (self.dry_run and self.data is not None):  # which would choose the scales
+            plan = plan.scaled(sites, {k: v.detail for k, v in self.findings.scales.items()})
+        return lowered, plan
 
-    def _evaluate(self, model: bytes, feeds: Sequence[Feeds]) -> list[Arrays]:
-        """Run a small model as it is written: what proves a fusion."""
+    def _evaluate(self, model: bytes | Path, feeds: Sequence[Feeds]) -> list[Arrays]:
+        """Run a small model, or a file, as it is written: what proves a fusion."""
         session = self.runtime.open(model, reference=True, threads=1)
         return [session.run(each) for each in feeds]
 
@@ -439,6 +444,8 @@ class Run:
         content["sites"] |= merged_sites(plan, errors, merged)
         if fusions := fusion_rows(self.report.steps):
             content["fusions"] = to_metadata(fusions)
+        if found.cache is not None:
+            content["kv_cache"] = found.cache.to_json()
         if self.calibration is not None:
             content["calibration"] = list(self.calibration.sources)
         model.metadata_props[METADATA_KEY] = json.dumps(content, separators=(",", ":"))
@@ -461,18 +468,22 @@ class Run:
         }
         fusions = fusion_rows(self.report.steps)
         self.report.totals["fusions"] = to_metadata(fusions)
-        self.report.notes.extend(filter(None, [summary(fusions)]))
+        self.report.notes.extend(filter(None, [summary(fusions, self.dry_run)]))
         if self.calibration is not None:
             seen, notes = self.calibration.seen(self.findings.statistics)
             self.report.totals["calibration"] = seen
             self.report.notes.extend(notes)
+        if self.findings.cache is not None:
+            self.report.totals["kv_cache"] = self.findings.cache.to_json()
+            self.report.notes.append(self.findings.cache.line)
         if self.judge is not None:
             self.report.totals["budget"] = self.judge.to_json()
             self.report.notes.append(self.judge.line)
         predicted = self.prediction.to_json() if self.prediction is not None else None
         self.report.totals["predicted"] = predicted
         if report is not None:
-            content = {**plan.to_json(), "predicted": predicted}
+            fused = {"fusions": to_metadata(fusions)} if fusions else {}
+            content = {**plan.to_json(), "predicted": predicted, **fused}
             write_report(report, content if self.dry_run else self.report.to_json(), files)
         verb = "quantized" if files else "would quantize"
         line = coverage.line(verb, (before, after))

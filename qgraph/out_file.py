@@ -13,11 +13,14 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from qgraph.errors import InputError
+
+_PIECE = 1 << 20
+"""Bytes of a file that are copied at once."""
 
 
 class OutFile:
@@ -102,6 +105,42 @@ class OutFile:
                 wait([self._syncing])
             self._open = False
             os.close(self.fd)
+
+
+def write_file(target: Path, data: bytes) -> None:
+    """Write a file, or replace what is there: all of it or nothing.
+
+    Raises:
+        InputError: the folder cannot be written, or the disk is full.
+    """
+    _write(target, [data])
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file, or replace what is there: all of it or nothing.
+
+    Raises:
+        InputError: the file cannot be read, the folder cannot be written, or the disk is full.
+    """
+    try:
+        with source.open("rb") as opened:
+            _write(target, iter(lambda: opened.read(_PIECE), b""))
+    except OSError as error:
+        raise InputError(f"{source} cannot be read: {error.strerror or error}") from error
+
+
+def _write(target: Path, pieces: Iterable[bytes]) -> None:
+    for left in abandoned(target.parent, target.name):
+        left.unlink(missing_ok=True)
+    file, at = OutFile(target.parent, target.name), 0
+    try:
+        for piece in pieces:
+            file.write_at(at, piece)
+            at += len(piece)
+        file.sync()
+        file.rename(target)
+    finally:
+        file.discard()
 
 
 def disk_error(error: OSError, path: Path, needed: int) -> InputError:

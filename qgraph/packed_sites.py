@@ -17,6 +17,7 @@ from qgraph.capabilities import (
     MATMUL_INTEGER_TO_FLOAT,
     MATMUL_NBITS,
 )
+from qgraph.expert_sites import role_of_rows
 from qgraph.integer_sites import integer_product
 from qgraph.site import CONTRIB, Role, Site
 from qgraph.view import is_view_op
@@ -58,7 +59,8 @@ def _on_gather_block_quantized(node: ir.Node) -> Site | None:
     bits = node.attributes.get_int("bits", 4)
     k = int(shape[1]) * 8 // bits if shape is not None and isinstance(shape[1], int) else 0
     dtype = scales.dtype if scales is not None else None
-    return dataclasses.replace(_fused(node, 0, "embedding", n, k), dtype=dtype)
+    role = role_of_rows(node.inputs[1])
+    return dataclasses.replace(_fused(node, 0, role, n, k), dtype=dtype)
 
 
 def own_finder(node: ir.Node) -> Callable[[ir.Node], Site | None] | None:
@@ -79,7 +81,9 @@ def _on_gathered(node: ir.Node) -> Site | None:
     table = gather.inputs[0] if gather is not None else None
     if table is None or table.const_value is None:
         return None
-    site = _fused(node, 0, "embedding", _rows(table), node.attributes.get_int("k", 0))
+    assert gather is not None
+    role = role_of_rows(gather.inputs[1])
+    site = _fused(node, 0, role, _rows(table), node.attributes.get_int("k", 0))
     return dataclasses.replace(site, state="portable", weight_name=table.name or "", position=1)
 
 

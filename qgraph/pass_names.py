@@ -16,12 +16,13 @@ FUSES_OPS = ("ort-cpu", "ort-cuda")
 
 
 def pass_names(target: str, recipe: Recipe, *, dry_run: bool = False) -> list[str]:
-    """Names of passes in `registry.PASSES`, in the order they run; a dry run fuses nothing."""
+    """Names of passes in `registry.PASSES`, in the order they run; a dry run measures no cache."""
     names = ["adopt_qdq", "import_weights", "solve", "quantize_rtn", "lower_by_rows"]
     names += ["insert_fp8_qdq", *_LOWERINGS.get(target, _FUSED)]
     names += ["lower_portable"] if target != "qdq" else []
     names += ["cleanup"]
-    if target in FUSES_OPS and not dry_run:
+    if target in FUSES_OPS:
         names += [FUSING, "cleanup"]
         names += ["add_cache", "cleanup"] if recipe.add_cache else []
+        names += ["quantize_cache"] if recipe.kv_cache and not dry_run else []
     return names

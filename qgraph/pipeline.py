@@ -70,6 +70,7 @@ def optimize(
     dequantize_at_load: bool | None = None,
     fuse: bool | None = None,
     add_cache: bool | None = None,
+    kv_cache: str | None = None,
     target_bits: float | None = None,
     max_size: int | str | None = None,
     mixed: bool | None = None,
@@ -107,6 +108,8 @@ def optimize(
             `torch-cuda`.
         fuse: whether norms, activations and attention become fused ops of ONNX Runtime.
         add_cache: give a decoder that was exported without a cache past_key_values and present.
+        kv_cache: round the cache of a decoder: "int8", "int4", "fp8", or as "int8:scale=tensor",
+            by scales from `calibrate`.
         check: run each kernel in use on the written bytes before the model is called good.
         purpose: what the model is to be fast at: "decode" (few rows), "prefill" (many) or "both";
             formats are chosen by the times that were measured on this machine, else by rule.
@@ -141,6 +144,7 @@ def optimize(
         "dequantize_at_load": dequantize_at_load,
         "fuse": fuse,
         "add_cache": add_cache,
+        "kv_cache": kv_cache,
         "target_bits": target_bits,
         "max_size": parse_size(max_size) if isinstance(max_size, str) else max_size,
         "mixed": mixed,

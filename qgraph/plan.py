@@ -11,7 +11,7 @@ from qgraph.adopted import ADOPTED
 from qgraph.capabilities import OWN_LINEAR
 from qgraph.coverage import Coverage
 from qgraph.kernel_choice import PORTABLE, kernel_of
-from qgraph.recipe import FP8_ACTIVATIONS, Recipe
+from qgraph.recipe import AUTO_ACTIVATIONS, FP8_ACTIVATIONS, Recipe
 from qgraph.report import SCHEMA
 from qgraph.row_branches import MANY
 from qgraph.sites import PACKED, Site
@@ -177,17 +177,48 @@ class QuantPlan:
         failed = failed or {}
         decisions = []
         for item in self.decisions:
-            if item.site in kernels and not _is_own(item.kernel, kernels[item.site]):
+            left_open = item.activations == AUTO_ACTIVATIONS and item.site not in floats
+            own = left_open or _is_own(item.kernel, kernels.get(item.site, ""))
+            if item.site in kernels and not own:
                 item = dataclasses.replace(item, kernel=kernels[item.site])
             fp8 = item.activations in FP8_ACTIVATIONS  # which the graph rounds, not the kernel
             if item.site in floats and not fp8:  # also where an integer kernel was banned
                 item = dataclasses.replace(item, activations=None, outliers=0)
             if item.many is not None and item.site in many:
-                second = dataclasses.replace(item.many, kernel=many[item.site])
+                open_too = item.many.activations == AUTO_ACTIVATIONS
+                kernel = item.many.kernel if open_too else many[item.site]
+                second = dataclasses.replace(item.many, kernel=kernel)
                 item = dataclasses.replace(item, many=second)
             if item.site in failed and item.quantized:
                 reason, detail = failed[item.site]
                 item = dataclasses.replace(item, reason=reason, detail=detail)
+            decisions.append(item)
+        return dataclasses.replace(self, decisions=tuple(decisions))
+
+    def scaled(self, sites: Sequence[Site], why: Mapping[str, str]) -> QuantPlan:
+        """This plan with the scales that activations have where that was left to calibration.
+
+        sites: of the lowered graph. why: by site, that for many rows by its name and MANY.
+        """
+        found = {site.name: site for site in sites}
+        decisions = []
+        for item in self.decisions:
+            site, words = found.get(item.site), why.get(item.site)
+            if site is not None and site.integer and item.activations == AUTO_ACTIVATIONS:
+                item = dataclasses.replace(
+                    item, activations=site.integer.activations, kernel=kernel_of(site),
+                    detail="; ".join(filter(None, [item.detail, words])),
+                )  # fmt: skip
+            second = site.many if site is not None else None
+            many, words = item.many, why.get(item.site + MANY)
+            left_open = many is not None and many.activations == AUTO_ACTIVATIONS
+            if many is not None and second is not None and second.integer and left_open:
+                told = item.detail.replace(str(many.kernel), kernel_of(second))
+                kind = second.integer.activations
+                many = dataclasses.replace(many, activations=kind, kernel=kernel_of(second))
+                item = dataclasses.replace(
+                    item, many=many, detail="; ".join(filter(None, [told, words]))
+                )
             decisions.append(item)
         return dataclasses.replace(self, decisions=tuple(decisions))
 

@@ -12,7 +12,9 @@ from qgraph.checkpoint_source import CheckpointSource
 from qgraph.errors import InputError
 from qgraph.formats.base import Format, Layout, named, parse
 from qgraph.kernel_choice import (
+    EXPERTS_COST,
     FOLDING_ENTRY,
+    NO_LOOPS,
     PORTABLE,
     PORTABLE_COST,
     best_kernel,
@@ -122,8 +124,10 @@ def _with_costs(
     return found
 
 
-def wanted_format(recipe: Recipe, target: str) -> Format:
+def wanted_format(recipe: Recipe, target: str) -> Format | None:
     """The recipe's format with its group; `auto` is the best 4-bit format of the target.
+
+    None for `float`: the graph is fused, and its weights stay as they are.
 
     With rounded activations it is `int8-pairs`, which integer kernels read fastest, or FP8.
 
@@ -137,6 +141,13 @@ def wanted_format(recipe: Recipe, target: str) -> Format:
         found = parse(BEST_4_BIT if auto else recipe.format, group=recipe.group)
         require_rounded(found, recipe.activations, f"--activations {recipe.activations}")
         return found
+    if recipe.format == FLOAT and recipe.purpose:
+        raise InputError(
+            f"--format float keeps the weights, and --for {recipe.purpose} chooses what becomes of "
+            "them: give one of them"
+        )
+    if recipe.format == FLOAT:
+        return None
     if recipe.format == "auto":
         best = SYMMETRIC_4_BIT if target == "ort-cuda" else BEST_4_BIT
         return parse(best, group=DEFAULT_GROUP if recipe.group is None else recipe.group)
@@ -146,7 +157,7 @@ def wanted_format(recipe: Recipe, target: str) -> Format:
 def embedding_format(recipe: Recipe) -> Format | None:
     """The format of embedding tables and of the heads tied to them; None for float."""
     group = DEFAULT_GROUP if recipe.group is None else recipe.group
-    if recipe.embedding == FLOAT:
+    if recipe.embedding == FLOAT or (recipe.embedding == "auto" and recipe.format == FLOAT):
         return None
     text = recipe.embedding
     return _parse_with(BEST_EMBEDDING if text == "auto" else text, group)
@@ -212,7 +223,8 @@ class _Planner:
         wanted = self._wanted(site)
         if wanted is None:
             table = self.keys[site.name] in self.tables and self.embedding is None
-            detail = "--embedding float" if table else "--set asks for float"
+            option = "--embedding float" if table else "--set asks for float"
+            detail = "--format float" if self.default is None else option
             return dataclasses.replace(decision, reason="EXCLUDED", detail=detail)
         fmt, solver = wanted
         fitted = self._fitted(fmt, site)
@@ -293,6 +305,9 @@ class _Planner:
     def _with_format(self, decision: Decision, site: Site, fmt: Format, solver: str) -> Decision:
         assert site.weight is not None and site.dtype is not None
         fmt.validate(site.n, site.k)
+        if site.role == "experts" and self.capabilities.target in NO_LOOPS:
+            detail = NO_LOOPS[self.capabilities.target]
+            return dataclasses.replace(decision, reason="NO_FUSED_KERNEL", detail=detail)
         dtype = site.dtype
         activations = self._activations(site, fmt)
         # FP8 activations are floats again before any kernel reads them.
@@ -332,7 +347,8 @@ class _Planner:
         if rule is None:
             known = answer.reason == "NO_FUSED_KERNEL"
             detail = answer.detail if known else f"{answer.reason}: {answer.detail}"
-            detail += f"; {PORTABLE_COST}{self._faster(site, fmt)}"
+            cost = EXPERTS_COST if site.role == "experts" else PORTABLE_COST
+            detail += f"; {cost}{self._faster(site, fmt)}"
             return dataclasses.replace(
                 decision, kernel=PORTABLE, reason="NO_FUSED_KERNEL", detail=detail
             )
@@ -420,7 +436,8 @@ class _Planner:
                 elif item.activations not in (None, FLOAT):
                     fmt = weights_of(item.activations)
                 solver = item.solver or solver
-        if table:
+        own = site.role == "head" and self.rounded.get(site.name, FLOAT) != FLOAT
+        if (table and not own) or site.role == "experts":
             solver = "rtn"  # gathered rows have no Hessian, and a tied head shares their blob
         return None if fmt is None else (fmt, solver)
 

@@ -112,7 +112,7 @@ class _Walked:
     def __init__(self, graph: Graph, sites: Sequence[Site], plan: QuantPlan, sequence: int) -> None:
         self.plan, self.sequence = plan, sequence
         self.two = plan.recipe.calibration == "sequential"
-        self.linears = {id(s.node): s for s in sites if s.role != "embedding" and s.n and s.k}
+        self.linears = {id(s.node): s for s in sites if not s.gathers and s.n and s.k}
         self.widths = {id(s.node.outputs[0]): s.n for s in self.linears.values()}
         self.widths |= {id(s.activation): s.k for s in self.linears.values()}
         main = {id(node) for node in graph.model.graph}
@@ -123,7 +123,7 @@ class _Walked:
         decision = self.plan.of(site.name)
         if decision is None or not decision.quantized or site.state != "float":
             return False
-        return site.role != "embedding" and site.node.attributes.get_int("transA", 0) == 0
+        return not site.gathers and site.node.attributes.get_int("transA", 0) == 0
 
     def _solved(self, stage: Stage) -> list[tuple[Site, Decision]]:
         """The stage's linears whose weights are solved there."""

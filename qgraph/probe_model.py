@@ -34,7 +34,7 @@ def one_site_model(probe: Probe, model: ir.Model) -> bytes:
         if producer is not None and producer.op_type == "Transpose":
             nodes.append(ir.node("Transpose", [constant], {"perm": [1, 0]}))
             constant = nodes[-1].outputs[0]
-        elif not value.is_initializer():
+        elif producer is not None and producer.op_type != "Gather":
             shape = _constant(f"{constant.name}_shape", np.array([probe.key.n, -1], np.int64))
             initializers.append(shape)
             nodes.append(ir.Node("", "Reshape", [constant, shape]))

@@ -19,7 +19,7 @@ from qgraph.coverage import LINEAR_ROLES
 from qgraph.formats.base import parse
 from qgraph.plan import IMPORTED, KEPT, Decision, Many, QuantPlan
 from qgraph.planning import make_plan
-from qgraph.recipe import FLOAT, Recipe
+from qgraph.recipe import AUTO_ACTIVATIONS, FLOAT, Recipe
 from qgraph.rounded_activations import OF_INTEGER_KERNELS
 from qgraph.sites import Site
 from qgraph.tune_table import Candidate, Measured, Table
@@ -52,7 +52,7 @@ def candidates_of(
     plan, free = _base(sites, recipe, capabilities)
     groups = [f"{name}:group={group}" for name in ("uint4", _EIGHT_BITS) for group in GROUPS]
     asked = sorted({str(plan[site.name].format) for site in free})
-    integer = [Candidate(OF_INTEGER_KERNELS, kind) for kind in ("int8", rounded_by(recipe))]
+    integer = [Candidate(OF_INTEGER_KERNELS, kind) for kind in ("int8", timed_as(recipe))]
     packed = [Candidate(each) for each in (*groups, *asked)]
     return list(dict.fromkeys([_FLOAT, *packed, *integer]))
 
@@ -80,7 +80,13 @@ def _plain(recipe: Recipe) -> Recipe:
 
 def rounded_by(recipe: Recipe) -> str:
     """How the activations of integer kernels are rounded."""
-    return "int8-row" if recipe.activations == FLOAT else recipe.activations
+    return AUTO_ACTIVATIONS if recipe.activations == FLOAT else recipe.activations
+
+
+def timed_as(recipe: Recipe) -> str:
+    """What stands for it where kernels are measured: no scales are slower than those of rows."""
+    kind = rounded_by(recipe)
+    return "int8-row" if kind == AUTO_ACTIVATIONS else kind
 
 
 def dtype_name(site: Site) -> str:
@@ -113,9 +119,12 @@ def plan_for(
         rounded=dict.fromkeys(names, rounded_by(recipe)),
     )
     choose = _Choose(base, integer, recipe, table, main)
-    choices = {site.name: choose.site(site) for site in free}
+    choices = choose.all(free)
     formats = {name: choice.way.format for name, choice in choices.items()}
-    kinds = {name: choice.way.activations for name, choice in choices.items()}
+    kinds = {
+        name: rounded_by(recipe) if choice.way == choose.bytes_by_bytes else choice.way.activations
+        for name, choice in choices.items()
+    }
     plan = make_plan(sites, plain, capabilities, chosen=formats, rounded=kinds)
     double = [site for site in free if choices[site.name].second]
     from_rows = choose.crossing(double, choices) if double else 0
@@ -219,7 +228,30 @@ class _Choose:
     ) -> None:
         self.base, self.integer, self.recipe, self.table = base, integer, recipe, table
         self.main = main
-        self.bytes_by_bytes = Candidate(OF_INTEGER_KERNELS, rounded_by(recipe))
+        self.bytes_by_bytes = Candidate(OF_INTEGER_KERNELS, timed_as(recipe))
+
+    def all(self, sites: Sequence[Site]) -> dict[str, _Choice]:
+        """What each site gets: two weights also where another reader of its activation has two.
+
+        With few rows the activation would be rounded for it alone, as long as its product takes.
+        """
+        found = {site.name: self.site(site) for site in sites}
+        double = {id(site.activation) for site in sites if found[site.name].second}
+        beside = [site for site in sites if id(site.activation) in double and self._holds_two(site)]
+        beside = [site for site in beside if found[site.name].way == self.bytes_by_bytes]
+        return found | {site.name: self._beside(site) for site in beside}
+
+    def _beside(self, site: Site) -> _Choice:
+        asked, timed = Candidate(str(self.base[site.name].format)), _Timed(self.table, site)
+        ways = [asked, *self._other_groups(site, asked)]
+        few = self._decode(site, asked, ways, timed).way
+        return self._two(timed, few, [*ways, self.bytes_by_bytes])
+
+    def _two(self, timed: _Timed, few: Candidate, known: Sequence[Candidate]) -> _Choice:
+        """A weight of packed bits for few rows, and one of bytes for many."""
+        many = timed.choice(self.bytes_by_bytes, known, PROMPT)
+        words = f"{timed.words([few, *known], FEW)}; {many.measured}"
+        return _Choice(few, _MEASURED, second=True, slower=many.slower, measured=words)
 
     def site(self, site: Site) -> _Choice:
         """What one site gets."""
@@ -282,9 +314,7 @@ class _Choose:
         faster = faster and timed(self.bytes_by_bytes, PROMPT) < timed(few, PROMPT)
         if not faster or not self._holds_two(site):
             return self._one_weight(timed, few, known)
-        many = timed.choice(self.bytes_by_bytes, known, PROMPT)
-        words = f"{timed.words([few, *known], FEW)}; {many.measured}"
-        return _Choice(few, _MEASURED, second=True, slower=many.slower, measured=words)
+        return self._two(timed, few, known)
 
     @staticmethod
     def _one_weight(timed: _Timed, way: Candidate, known: Sequence[Candidate]) -> _Choice:

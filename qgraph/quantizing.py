@@ -23,6 +23,7 @@ from qgraph.checkpoints.base import (
     SourceEntry,
 )
 from qgraph.checkpoints.expert_stacks import WANTED, ExpertStack, stack_of
+from qgraph.checkpoints.layouts import layout_called
 from qgraph.checkpoints.opening import FLOAT, open_checkpoint
 from qgraph.constants import same_file
 from qgraph.errors import CoverageError, InputError, MissingExtra
@@ -36,9 +37,11 @@ from qgraph.rounding import RoundingSource
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 LEFT_IN_FLOAT = (
     "*embed*", "*wte*", "*wpe*", "*norm*", "*lm_head*", "*router*", "*.gate", "*_gate",
+    "token_embd", "output", "*.ffn_gate_inp",
 )  # fmt: skip
 """Modules that are not quantized unless they are named: tables, heads, norms, and the routers of
-mixtures of experts, which servers expect in float."""
+mixtures of experts, which servers expect in float; then the same of GGUF files of architectures
+whose names are not known."""
 TURNED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 """Models of transformers whose linears are Conv1D: `[K, N]`."""
 BY_NAME = "no linear by its name (--include takes it)"
@@ -131,8 +134,9 @@ def quantize_checkpoint(
     checkpoint: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
-    layout: str = "compressed-tensors",
+    layout: str | None = None,
     like: str | os.PathLike[str] | None = None,
+    gguf_type: str | None = None,
     format: str | None = None,  # noqa: A002
     group: int | None = None,
     solver: str = "rtn",
@@ -146,12 +150,17 @@ def quantize_checkpoint(
     largest packed weight and 64 MB of floats; with stacks of experts, of one expert's floats too.
 
     Args:
-        checkpoint: a Hugging Face folder, or a safetensors file.
+        checkpoint: a Hugging Face folder, a safetensors file, or a GGUF file.
         output: the folder to write (of layouts of one file, the file); it must not exist.
         layout: `compressed-tensors`, `gptq`, `awq`, `fp8`, … as the registry names them. `mxfp4`
             takes the stacks of experts of transformers' gpt-oss, and leaves all else in float.
+            Default: `gguf` of a GGUF file, which is written in no other, else
+            `compressed-tensors`.
         like: of `gguf`, a GGUF file of the model, from which metadata, names and order are taken.
-            Default: they are made from the folder's config.json and tokenizer.
+            Default: the GGUF file itself, or they are made from the folder's config.json and
+            tokenizer.
+        gguf_type: of `gguf`, the type of weights that several hold, such as Q4_K; and then the
+            default format is that of the type.
         format: as `optimize` takes them; None for the layout's own, in groups that divide K.
         group: a group size for it, 0 for the whole row.
         solver: one that needs neither data nor a graph: `rtn`, or `hqq` (which needs torch).
@@ -167,8 +176,9 @@ def quantize_checkpoint(
     steps = progress or Silent()
     ranges = _ranges(solver)
     opened = open_checkpoint(checkpoint)
-    target: CheckpointLayout = registry.load("checkpoint", layout)
-    _check(opened, Path(output))
+    layout = layout or ("gguf" if opened.layout == "gguf" else "compressed-tensors")
+    target = layout_called(layout, gguf_type)
+    _check(opened, Path(output), layout)
     _check_patterns(include, list(opened.floats))
     _check_patterns(exclude, list(opened.floats))
     chosen, kept = _choose(opened, include, exclude, experts=target.only_experts)
@@ -214,7 +224,7 @@ def quantize_checkpoint(
 def _beside(opened: Checkpoint, layout: str, like: str | os.PathLike[str] | None) -> Path | None:
     """What the new checkpoint is to be like: a GGUF file, or the folder, if it is one."""
     if like is None:
-        return opened.path if opened.path.is_dir() else None
+        return opened.path if opened.path.is_dir() or opened.layout == "gguf" else None
     if layout != "gguf" or not Path(like).is_file():
         raise InputError(f"--like {like}: wanted a GGUF file, for the layout gguf")
     return Path(like)
@@ -241,9 +251,14 @@ def _ranges(name: str) -> Ranges | None:
     return ranges
 
 
-def _check(opened: Checkpoint, output: Path) -> None:
+def _check(opened: Checkpoint, output: Path, layout: str) -> None:
     """Refuse what is quantized already, and an output within the input."""
-    if opened.layout != FLOAT:
+    if opened.layout == "gguf" != layout and not opened.entries:
+        raise InputError(
+            f"{opened.path} is a GGUF file, and {layout} is of Hugging Face folders: wanted the "
+            "layout gguf, or the folder that the file was made from"
+        )
+    if opened.layout != FLOAT and (opened.layout != "gguf" or opened.entries):
         raise InputError(
             f"{opened.path} is quantized already (layout {opened.layout}): rounding again would "
             "lose quality; wanted the float checkpoint that it was made from"

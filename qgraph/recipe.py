@@ -20,7 +20,8 @@ CALIBRATIONS = ("sequential", "parallel")
 UNFUSED = ("auto", "float", "portable")
 PREFERENCES = ("speed", "size")
 FP8_ACTIVATIONS = ("fp8", "fp8-token")
-ACTIVATIONS = (FLOAT, "int8", "int8-row", "int8-static", *FP8_ACTIVATIONS)
+AUTO_ACTIVATIONS = "int8-auto"
+ACTIVATIONS = (FLOAT, "int8", "int8-row", "int8-static", AUTO_ACTIVATIONS, *FP8_ACTIVATIONS)
 """What linears multiply: floats, or bytes that the graph rounds them to."""
 CANDIDATES = (
     "uint2:group=32", "uint4:group=256", "uint4:group=128", "int4:group=64,scale=signed",
@@ -82,7 +83,8 @@ class Override:
 class Recipe:
     """Format, solver, sites.
 
-    format: a spelled format (`uint4:group=128`), or `auto`: the best 4-bit format.
+    format: a spelled format (`uint4:group=128`), `auto`: the best 4-bit format, or `float`: the
+        graph is fused alone, and weights stay as they are but where `overrides` say otherwise.
     group: weights per scale along K; None for the format's own, 0 for the whole row.
     solver: one, or several composed (`awq+clip+gptq`).
     calibration: `sequential` (each linear is solved on inputs from the model quantized so far)
@@ -93,9 +95,10 @@ class Recipe:
     activations: `float` (the accuracy level says what kernels of packed weights make of them), or
         bytes that the graph makes of the inputs of linears, heads left out: `int8` (one scale for
         the tensor, found as it runs), `int8-row` (one for each row, that is token), `int8-static`
-        (scale and zero point from calibration). The weights are then `int8-pairs`, or `int8-row` if
-        asked for. Or FP8, and floats again for the kernel: `fp8` (one scale from calibration),
-        `fp8-token`; with `fp8-e4m3`.
+        (scale and zero point from calibration), `int8-auto` (static where calibration data says
+        that it costs little more than rows; rows without data). The weights are then
+        `int8-pairs`, or `int8-row` if asked for. Or FP8, and floats again for the kernel: `fp8`
+        (one scale from calibration), `fp8-token`; with `fp8-e4m3`.
     outliers: input columns of each such linear that stay in float, at most: those of the largest
         activations in calibration.
     unfused: what becomes of a weight that no kernel takes: `float` (as it is), or `portable`
@@ -111,6 +114,8 @@ class Recipe:
         becomes fused ops, where the target is ONNX Runtime.
     add_cache: a decoder that reads the whole text at every step gets inputs and outputs for what
         it has read, past_key_values and present; its attention must have been fused.
+    kv_cache: how the cache of fused attention stores keys and values: `int8`, `int4`, `fp8`, also
+        `int8:scale=tensor` (see `qgraph.formats.kv_cache`). Empty: floats, as they are.
     min_elements: smaller weights stay as they are.
     target_bits, max_size, mixed: a budget, by which each weight gets a format of its own: bits a
         weight over all linears, scales included; bytes of the file (in TOML also "90MB"); or
@@ -138,6 +143,7 @@ class Recipe:
     dequantize_at_load: bool = False
     fuse: bool = True
     add_cache: bool = False
+    kv_cache: str = ""
     min_elements: int = 1024
     target_bits: float | None = None
     max_size: int | None = None
@@ -156,6 +162,8 @@ class Recipe:
             raise InputError(f"calibration {self.calibration!r}: wanted {wanted}")
         if self.add_cache and not self.fuse:
             raise InputError("add_cache needs fused attention: leave out fuse = false (--no-fuse)")
+        if self.kv_cache:
+            self._check_cache()
         if self.unfused not in UNFUSED:
             raise InputError(f"unfused {self.unfused!r}: wanted one of {', '.join(UNFUSED)}")
         if self.prefer not in PREFERENCES:
@@ -175,6 +183,13 @@ class Recipe:
                 f"--accuracy-level {self.accuracy_level} and --option {_LEVEL_OPTION}={level} "
                 "contradict each other: give one of them"
             )
+
+    def _check_cache(self) -> None:
+        from qgraph.formats.kv_cache import CacheFormat  # loads numpy, which help does without
+
+        CacheFormat.parse(self.kv_cache)
+        if not self.fuse:
+            raise InputError("kv_cache needs fused attention: leave out fuse = false (--no-fuse)")
 
     def _check_budget(self) -> None:
         given = [self.target_bits is not None, self.max_size is not None, self.mixed]

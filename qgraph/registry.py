@@ -64,6 +64,7 @@ _ENTRIES: dict[Kind, dict[str, str]] = {
         "lower_portable": "qgraph.passes.lower_portable:LowerPortable",
         "fuse_transformer": "qgraph.passes.fuse_transformer:FuseTransformer",
         "add_cache": "qgraph.passes.add_cache:AddCache",
+        "quantize_cache": "qgraph.passes.quantize_cache:QuantizeCache",
         "cleanup": "qgraph.passes.cleanup:Cleanup",
     },
     "checkpoint": {

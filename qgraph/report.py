@@ -136,8 +136,9 @@ _REASONS = (
     ),
     Reason(
         "WEIGHT_LOST",
-        "quantizing would leave nothing of the weight: its scales are below what its type holds, "
-        "or its codes have too few bits",
+        "quantizing would leave nothing of the weight, or infinities: its scales are below what "
+        "their type holds, its codes have too few bits, or its largest numbers are rounded beyond "
+        "their type",
         "convert a float16 model to float32; or take more bits, smaller groups, or a solver with "
         "calibration data",
     ),

@@ -10,6 +10,7 @@ from onnx_ir import DataType
 
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, Format, QuantizedWeight
+from qgraph.lost_weights import WIDER
 from qgraph.quant_tensor import Deviation, QuantSource, square_sum
 
 
@@ -41,15 +42,19 @@ class RoundingSource(QuantSource):
         except OverflowError as error:
             self.check_finite(rows, start)
             row, group = error.args[1]
-            wider = ", or convert the model to float32" * (self.scale_dtype == DataType.FLOAT16)
             raise InputError(
                 f"weight {self.name}: row {start + row}, group {group}: "
                 f"{error.args[0].rpartition(': ')[2]}; "
-                f"keep it in float with --exclude '{self.name}'{wider}"
+                f"keep it in float with --exclude '{self.name}'{self.wider}"
             ) from None
         if not np.isfinite(found.scales).all():
             self.check_finite(rows, start)
         return found
+
+    @property
+    def wider(self) -> str:
+        """The way to scales that float16 cannot hold, as the end of a sentence."""
+        return WIDER if self.scale_dtype == DataType.FLOAT16 else ""
 
     def round(self, rows: Array, fitted: Format) -> QuantizedWeight:
         """Some rows in `fitted`, the format that knows of the whole weight what it has to."""

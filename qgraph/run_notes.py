@@ -110,7 +110,8 @@ def plan_notes(plan: QuantPlan) -> list[str]:
 def _adopted(plan: QuantPlan) -> list[str]:
     """That weights of Q/DQ pairs keep their codes, where something else was asked for."""
     recipe = plan.recipe
-    asked = None if recipe.format == "auto" else parse(recipe.format, group=recipe.group).spell()
+    own = recipe.format in ("auto", FLOAT)
+    asked = None if own else parse(recipe.format, group=recipe.group).spell()
     changes = recipe.solver != "rtn" or recipe.activations != FLOAT
     others = [
         item.format
@@ -179,6 +180,12 @@ def lacking(plan: QuantPlan) -> str:
                 "--calibrate self for a language model's own text; --activations int8-row without "
                 "--outliers, or fp8-token, needs none"
             )
+    if plan.recipe.kv_cache:
+        return (
+            f"--kv-cache {plan.recipe.kv_cache} takes calibration data, which says what keys and "
+            "values span: give --calibrate FILE (text with --tokenizer, .npz or .jsonl), or "
+            "--calibrate self for a language model's own text"
+        )
     solvers = {str(i.solver) for i in plan.decisions if i.quantized and i.solver not in UNSOLVED}
     return next(filter(None, map(without_data, sorted(solvers))), "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -13,6 +14,8 @@ from qgraph.errors import InputError
 
 Floats: TypeAlias = NDArray[np.float32]
 _BLOCK, _FEW = 64, 256
+_COLDEST = 1e-30
+"""Below it all but the largest logit have no weight left, and float32 has no such numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed"):
+            require_whole(getattr(self, name), name.replace("_", "-"))
+        for name in ("temperature", "top_p"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, numbers.Real):
+                raise InputError(f"{name.replace('_', '-')} {number!r}: wanted a number")
         if not 0 <= self.temperature < np.inf:
             raise InputError(f"temperature {self.temperature}: wanted 0 (greedy) or more")
         if self.top_k < 0:
@@ -42,6 +51,16 @@ class Sampling:
             raise InputError(f"top-p {self.top_p}: wanted a number above 0, up to 1")
         if self.seed < 0:
             raise InputError(f"seed {self.seed}: wanted 0 or more")
+
+
+def require_whole(number: object, name: str) -> None:
+    """Refuse what is no whole number.
+
+    Raises:
+        InputError: it is none.
+    """
+    if isinstance(number, bool) or not isinstance(number, numbers.Integral):
+        raise InputError(f"{name} {number!r}: wanted a whole number")
 
 
 class Sampler:
@@ -66,7 +85,10 @@ class Sampler:
 
 
 def _place(weights: Floats, at: float) -> int:
-    """The index at the share `at` of the sum: first its block, then its place in that."""
+    """The index at the share `at` of the sum: of many first its block, then its place in that."""
+    if len(weights) <= _FEW:
+        sums = np.cumsum(weights, dtype=np.float64)
+        return min(int(sums.searchsorted(at * sums[-1], side="right")), len(sums) - 1)
     starts = np.arange(0, len(weights), _BLOCK)
     sums = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
     wanted = at * sums[-1]
@@ -88,7 +110,7 @@ def distribution(logits: Floats, how: Sampling) -> tuple[NDArray[np.int64] | Non
         kept = _largest(logits, how.top_k)
         logits = logits[kept]
     weights = logits - logits.max()
-    weights /= np.float32(how.temperature)
+    weights /= np.float32(max(how.temperature, _COLDEST))
     np.exp(weights, out=weights)
     if how.top_p < 1:
         inside = _nucleus(weights, how.top_p)
@@ -100,12 +122,13 @@ def _largest(logits: Floats, count: int) -> NDArray[np.int64]:
     """Where the `count` largest are, in no order.
 
     The count-th largest of the maxima of blocks is no more than the count-th largest of all: what
-    is below it is left out at the price of a comparison, and little is left to partition.
+    is below it is left out at the price of a comparison, and little is left to partition. A block
+    is every `blocks`-th element: maxima of columns are found many at once.
     """
     blocks = len(logits) // _BLOCK
     if count > blocks:
         return np.argpartition(logits, -count)[-count:]
-    maxima = logits[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(1)
+    maxima = logits[: blocks * _BLOCK].reshape(_BLOCK, blocks).max(0)
     likely = np.flatnonzero(logits >= np.partition(maxima, -count)[-count])
     return likely[np.argpartition(logits[likely], -count)[-count:]]
 
@@ -118,9 +141,12 @@ def _nucleus(weights: Floats, share: float) -> NDArray[np.int64]:
     sorted.
     """
     total = float(weights.sum())
-    likely = _largest(weights, min(_FEW, len(weights)))
-    if weights[likely].sum() < share * total:
-        likely = np.flatnonzero(weights >= total * (1 - share) / len(weights))
-    order = likely[np.argsort(-weights[likely], kind="stable")]
+    if len(weights) <= _FEW:
+        order = np.argsort(-weights, kind="stable")
+    else:
+        likely = _largest(weights, _FEW)
+        if weights[likely].sum() < share * total:
+            likely = np.flatnonzero(weights >= total * (1 - share) / len(weights))
+        order = likely[np.argsort(-weights[likely], kind="stable")]
     sums = np.cumsum(weights[order], dtype=np.float64)
-    return order[: int(np.searchsorted(sums, share * total)) + 1]
+    return order[: int(sums.searchsorted(share * total)) + 1]

@@ -6,9 +6,10 @@ Only such files are ever replaced or removed without `--force`.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +20,10 @@ from qgraph.errors import InputError
 from qgraph.out_file import abandoned
 
 METADATA_KEY = "qgraph"
+OUTDATED = ".outdated"
+"""What is appended to a stem for a temporary list of data files that a save makes superfluous."""
+CHECK = "-check-"
+"""What the names of one-node models begin with behind the name of the data file they read."""
 # A model of ours with a data file is far smaller; a larger one holds its data itself.
 _WITH_DATA_FILE_BYTES = 200_000_000
 # What temporary names and the data file's name add to the output's, in bytes.
@@ -80,8 +85,11 @@ def data_files(path: Path, stem: str) -> set[str]:
     """Names of the data files that our model `path` names and that qgraph made for `stem`."""
     if not path.is_file() or path.stat().st_size > _WITH_DATA_FILE_BYTES or not is_ours(path):
         return set()
-    ours = re.compile(re.escape(stem.encode()) + rb"-[0-9a-f]{8,64}\.data")
-    return {os.fsdecode(name) for name in ours.findall(path.read_bytes())}
+    return {os.fsdecode(name) for name in _data_name(stem).findall(path.read_bytes())}
+
+
+def _data_name(stem: str) -> re.Pattern[bytes]:
+    return re.compile(re.escape(stem.encode()) + rb"-[0-9a-f]{8,64}\.data")
 
 
 def named_by_others(output: Path, data: str) -> bool:
@@ -107,8 +115,23 @@ def remove_abandoned(output: Path, stem: str) -> None:
         for name in data_files(path, stem) - kept:
             remove_data(path.parent / name)
         path.unlink()
-    for path in abandoned(output.parent, f"{stem}.data"):
+    for path in abandoned(output.parent, f"{stem}{OUTDATED}"):
+        remove_outdated(output, stem, os.fsdecode(path.read_bytes()).split("\0"))
         path.unlink()
+    for path in abandoned(output.parent, f"{stem}.data"):
+        for check in output.parent.glob(f"{glob.escape(path.name)}{CHECK}*.onnx"):
+            check.unlink(missing_ok=True)
+        path.unlink()
+
+
+def remove_outdated(
+    output: Path, stem: str, names: Iterable[str], protect: Collection[Path] = ()
+) -> None:
+    """Remove those of some data files of `stem` that neither `output` nor another model names."""
+    for name in set(names) - data_files(output, stem):
+        ours = _data_name(stem).fullmatch(os.fsencode(name))
+        if ours and not named_by_others(output, name):
+            remove_data(output.parent / name, protect)
 
 
 def remove_data(path: Path, protect: Collection[Path] = ()) -> None:

@@ -12,7 +12,7 @@ from qgraph.errors import InputError
 from qgraph.registry import did_you_mean
 from qgraph.sites import Site
 
-ROLES = ("linear", "head", "embedding")
+ROLES = ("linear", "head", "experts", "embedding")
 ALIASES = "qgraph.aliases"
 """Key of `Value.meta`: the other names of a value, a tuple of str; saved as a JSON list."""
 MODULE = "qgraph.module"

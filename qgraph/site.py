@@ -18,7 +18,8 @@ from qgraph.formats.packing import is_turned, row_major
 from qgraph.integer_sites import IntegerProduct
 from qgraph.view import View
 
-Role = Literal["linear", "head", "embedding"]
+Role = Literal["linear", "head", "embedding", "experts"]
+"""Experts are rows of a stack of matrices, gathered by routing."""
 State = Literal["float", "dequantize", "qdq", "fused", "portable"]
 PACKED = ("fused", "portable")
 """States of a site that is one node reading packed codes."""
@@ -87,6 +88,10 @@ class Weight:
         shown = self.view.shape_of(open_array(self.tensor, scratch))[start:stop]
         return self.view.to_float(shown)
 
+    def put(self, array: Array, start: int, stop: int, rows: Array) -> None:
+        """Write rows `start:stop` of `[n, k]` into an array that lies as the constant does."""
+        self.view.shape_of(array)[start:stop] = rows
+
     @functools.cached_property
     def _is_turned(self) -> bool:
         return is_turned(self.view.shape_of(np.empty(self.dims, np.uint8)))
@@ -130,6 +135,11 @@ class Site:
         return () if self.many is None else (self.many,)
 
     @property
+    def gathers(self) -> bool:
+        """Whether it takes rows of its weight, and multiplies nothing."""
+        return self.role in ("embedding", "experts")
+
+    @property
     def output(self) -> ir.Value:
         """The result, before what the graph adds behind it: a bias, a Cast."""
         if self.integer is not None:
@@ -141,9 +151,7 @@ class Site:
         """The input that is multiplied (in float), or the indices of an embedding."""
         if self.integer is not None:
             return self.integer.x
-        value = self.node.inputs[
-            0 if self.state in PACKED and self.role != "embedding" else self._at
-        ]
+        value = self.node.inputs[0 if self.state in PACKED and not self.gathers else self._at]
         assert value is not None
         return value
 

@@ -77,7 +77,7 @@ class BoundedSite:
     @classmethod
     def of(cls, reference: Site, candidate: Site) -> BoundedSite | None:
         """None where there is nothing to bound: floats, embeddings, views, unknown formats."""
-        if reference.role == "embedding" or reference.state != "float" or not reference.weight:
+        if reference.gathers or reference.state != "float" or not reference.weight:
             return None
         if any(site.node.attributes.get_int("transA", 0) for site in (reference, candidate)):
             return None

@@ -79,7 +79,7 @@ def _nodes_of(site: Site) -> list[ir.Node | None]:
     found = [site.node, *site.chain, site.dequantizer]
     if site.integer is not None:
         found += site.integer.nodes
-    elif site.role != "embedding":
+    elif not site.gathers:
         found += _rounding(site.activation)
     if site.sums is not None:
         found += [*site.sums.sums, *site.sums.added]

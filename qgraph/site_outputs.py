@@ -84,7 +84,7 @@ def shared_sites(reference: ir.Model, candidate: ir.Model) -> list[SharedSite]:
                 value=value,
                 # The op that stands for a site may be followed by a Slice or a Cast.
                 candidate_value=value if value in made else (twin.output.name or ""),
-                width=site.n if site.role != "embedding" else site.k,
+                width=site.n if not site.gathers else site.k,
                 reference=site,
                 candidate=twin,
             )

@@ -1,8 +1,9 @@
 """Sites: the places where a graph uses a weight. The one walk that finds them.
 
-A site is a linear (MatMul, Gemm, FusedMatMul), an embedding (Gather of rows), or a fused
-quantized op. Its weight is a constant behind a view, or what a dequantizing node gives; where
-it cannot be reached the site carries the reason, so that nothing is skipped in silence.
+A site is a linear (MatMul, Gemm, FusedMatMul), an embedding (Gather of rows), routed experts
+(Gather or GatherND of a stack of matrices), or a fused quantized op. Its weight is a constant
+behind a view, or what a dequantizing node gives; where it cannot be reached the site carries the
+reason, so that nothing is skipped in silence.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import onnx_ir as ir
 
 from qgraph.constants import FLOATS
 from qgraph.errors import InputError
+from qgraph.expert_sites import expert_site, role_of_rows, without_products
 from qgraph.packed_sites import PACKED_FINDERS, own_finder, without_float_parts
 from qgraph.row_branches import joined
 from qgraph.scopes import bodies, nodes
@@ -52,7 +54,8 @@ def find_sites(model: ir.Model) -> list[Site]:
             ) from error
         if site is not None:
             found.append(site)
-    return joined(_with_heads(without_float_parts(found), model), model)
+    own = without_products(without_float_parts(found))
+    return joined(_with_heads(own, model), model)
 
 
 def _from_weight(
@@ -69,7 +72,7 @@ def _from_weight(
     origin = origin_of(value)
     if origin.kind == "activation" or (origin.kind == "constant" and _is_constant(other)):
         return None
-    dtype = value.dtype if role == "embedding" else (other.dtype or value.dtype)
+    dtype = value.dtype if role in ("embedding", "experts") else (other.dtype or value.dtype)
     site = functools.partial(
         Site, node.name or "", node, node.op_type, role, position=position, dtype=dtype
     )
@@ -210,6 +213,9 @@ def _on_gather(node: ir.Node) -> Site | None:
     data, indices = node.inputs[0], node.inputs[1]
     if data is None or indices is None or node.attributes.get_int("axis", 0) != 0:
         return None
+    experts = expert_site(node)
+    if experts is not None:
+        return experts
     root = data
     while (producer := root.producer()) is not None and is_view_op(producer):
         source = producer.inputs[0]
@@ -219,7 +225,7 @@ def _on_gather(node: ir.Node) -> Site | None:
     is_table = is_table and root.const_value is not None and root.const_value.dtype in FLOATS
     if not is_table and state_of(root.producer()) == "float":
         return None
-    return _from_weight(node, 0, "embedding", lambda view, rank: view)
+    return _from_weight(node, 0, role_of_rows(indices), lambda view, rank: view)
 
 
 _FINDERS: dict[tuple[str, str], Callable[[ir.Node], Site | None]] = {
@@ -227,6 +233,7 @@ _FINDERS: dict[tuple[str, str], Callable[[ir.Node], Site | None]] = {
     (CONTRIB, "FusedMatMul"): _on_matmul,
     ("", "Gemm"): _on_matmul,
     ("", "Gather"): _on_gather,
+    ("", "GatherND"): expert_site,
     **PACKED_FINDERS,
 }
 

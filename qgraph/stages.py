@@ -181,9 +181,9 @@ def write_through(site: Site, rows: Array) -> Array:
     """The site's constant, in its own shape and type, with `rows` `[N, K]` for its weight."""
     assert site.weight is not None
     array = np.array(open_array(site.weight.tensor))
-    view = site.weight.view
-    shown = view.shape_of(array)
-    shown[...] = (rows if view.factor == 1.0 else rows / view.factor).astype(array.dtype)
+    factor = site.weight.view.factor
+    rows = (rows if factor == 1.0 else rows / factor).astype(array.dtype)
+    site.weight.put(array, 0, site.n, rows)
     return array
 
 

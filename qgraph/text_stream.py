@@ -36,7 +36,9 @@ class TextStream:
         text = self._decode(self._ids[self._shown :])
         if text.endswith(_HALF) and len(self._ids) - self._read < _PENDING:
             return ""
-        self._shown, self._read = self._read, len(self._ids)
+        if text != before:  # what is not shown decides of no space behind it
+            self._shown = self._read
+        self._read = len(self._ids)
         return self._certain(text[len(before) :])
 
     def finish(self) -> str:

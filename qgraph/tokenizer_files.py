@@ -47,7 +47,8 @@ class TokenizerFiles:
         """
         for name in _ENDS:
             found = self._json(name)
-            given = found.get("model", found).get("eos_token_id")
+            inner = found.get("model")
+            given = (inner if isinstance(inner, dict) else found).get("eos_token_id")
             ids = [given] if isinstance(given, int) else given
             if isinstance(ids, list) and all(type(each) is int for each in ids) and ids:
                 return dict.fromkeys(ids, name)
@@ -68,10 +69,12 @@ class TokenizerFiles:
         """How many positions the model was made for; None where no file says it."""
         for name in ("config.json", "genai_config.json"):
             found = self._json(name)
-            for part in (found, *(v for v in found.values() if isinstance(v, dict))):
-                sizes = [part[key] for key in _POSITIONS if type(part.get(key)) is int]
-                if sizes:
-                    return int(min(sizes))
+            parts = (found, found.get("text_config"), *found.values())  # of images, sounds too
+            for part in parts:
+                if isinstance(part, dict):
+                    sizes = [part[key] for key in _POSITIONS if type(part.get(key)) is int]
+                    if any(size > 0 for size in sizes):
+                        return int(min(size for size in sizes if size > 0))
         return None
 
     def template(self) -> str:

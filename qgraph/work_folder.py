@@ -57,7 +57,7 @@ class WorkFolder:
         self.stale = 0
         """Results that were there and belong to another run, or are damaged."""
         self._identity: Mapping[str, str] = {}
-        found = self.path.exists() or self.path.is_symlink()
+        found = (self.path.exists() or self.path.is_symlink()) and not self._is_bare()
         if found and not (self.path / MARK).is_file():
             raise InputError(
                 f"{self.path} is in the way and holds no unfinished run: move it, or choose "
@@ -170,9 +170,21 @@ class WorkFolder:
         self.kept += 1
 
     def remove(self) -> None:
-        """Delete the folder: its results are in the output now."""
+        """Delete the folder: its results are in the output now.
+
+        The mark, by which it is known as one of ours, goes last.
+        """
         if (self.path / MARK).is_file():
+            for path in self.path.iterdir():
+                if path.name != MARK:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
             shutil.rmtree(self.path)
+
+    def _is_bare(self) -> bool:
+        """Whether it has no mark yet, or no longer, because a process was killed."""
+        if self.path.is_symlink() or not self.path.is_dir():
+            return False
+        return {path.name for path in self.path.iterdir()} <= {f"{MARK}.part"}
 
     def _marked(self) -> dict[str, str]:
         """The identity of the run that lies there; empty where it cannot be read."""

@@ -30,11 +30,11 @@ from qgraph.model_tensors import (
 )
 from qgraph.out_file import OutFile
 from qgraph.saved_file import (
+    OUTDATED,
     check_output,
     data_files,
-    named_by_others,
     remove_abandoned,
-    remove_data,
+    remove_outdated,
 )
 
 SINGLE_FILE_BYTES = 2_000_000_000
@@ -116,6 +116,8 @@ class Save:
         self._plan: Plan | None = None
         self._data: OutFile | None = None
         self._onnx: OutFile | None = None
+        self._list: OutFile | None = None
+        self._outdated: set[str] = set()
         self._digest = b""
         self._new_data: Path | None = None
         self._final: Path | None = None
@@ -183,12 +185,14 @@ class Save:
     def abort(self) -> None:
         """Remove everything written so far, unless it was committed; may be called twice."""
         committed = self._onnx is not None and not self._onnx.path.exists()
-        for file in (self._data, self._onnx):
+        if committed:
+            self._remove_outdated()
+        for file in (self._data, self._onnx, self._list):
             if file is not None:
                 file.discard()
         if self._new_data is not None and not committed:
             self._new_data.unlink(missing_ok=True)
-        self._data = self._onnx = self._new_data = self._plan = self._final = None
+        self._data = self._onnx = self._new_data = self._plan = self._final = self._list = None
 
     def __enter__(self) -> Self:
         return self
@@ -218,15 +222,31 @@ class Save:
         new = self._prepared(plan, data)
         new.sync()
         check_output(self.output, force=self.force, protect=self.protect)
-        old = data_files(self.output, self.stem) if not self.output.is_symlink() else set()
+        self._note_outdated()
         new.rename(self.output)
         self._new_data = None
         final = self._final
-        for name in old - {final.name if final else ""}:
-            if named_by_others(self.output, name):
-                continue
-            remove_data(self.output.parent / name, self.protect)
+        self._remove_outdated()
         return [self.output, *([final] if final else [])]
+
+    def _note_outdated(self) -> None:
+        """Write down which data files the old model has: no model names them any more.
+
+        A process that is killed before it removes them leaves the list to the next save.
+        """
+        old = data_files(self.output, self.stem) if not self.output.is_symlink() else set()
+        if old:
+            self._list = OutFile(self.output.parent, f"{self.stem}{OUTDATED}")
+            self._outdated = old
+            self._list.write_at(0, os.fsencode("\0".join(sorted(old))))
+            self._list.sync()
+
+    def _remove_outdated(self) -> None:
+        if self._outdated:
+            remove_outdated(self.output, self.stem, self._outdated, self.protect)
+            self._outdated = set()
+        if self._list is not None:
+            self._list.discard()
 
     def _prepared(self, plan: Plan, data: OutFile) -> OutFile:
         """The .onnx under its temporary name, beside the data file under its final one.

@@ -23,6 +23,8 @@ WANTED = (
     "past_key_values, and gives logits [batch, tokens, vocabulary]"
 )
 _TOKENS = ("input_ids", "tokens", "ids")
+_STATES = ("hidden_state", "hidden_states")
+"""What encoders call the outputs that are no logits."""
 _CONSTANTS = {"use_cache_branch": 1, "num_logits_to_keep": 1, "logits_to_keep": 1}
 """Inputs that have one value whenever text is generated."""
 
@@ -141,9 +143,9 @@ def _pairs(pasts: Sequence[ValueSpec], outputs: Sequence[ValueSpec]) -> tuple[Ca
     """Each past with its present: of the same layer and part by their names, else in order."""
     if not pasts:
         return ()
-    found = [spec for spec in outputs if is_cache(spec) or _part(spec.name)[0]]
-    presents = {_part(spec.name): spec for spec in found}
-    wanted = [_part(spec.name) for spec in pasts]
+    found = [spec for spec in outputs if is_cache(spec) or part_of(spec.name)[0]]
+    presents = {part_of(spec.name): spec for spec in found}
+    wanted = [part_of(spec.name) for spec in pasts]
     if len(set(wanted)) == len(pasts) and all(each in presents for each in wanted):
         return tuple(CachePair(p, presents[w].name) for p, w in zip(pasts, wanted, strict=True))
     alike = [spec for spec in outputs if len(spec.shape) == len(pasts[0].shape)]
@@ -155,7 +157,7 @@ def _pairs(pasts: Sequence[ValueSpec], outputs: Sequence[ValueSpec]) -> tuple[Ca
     return tuple(CachePair(p, present.name) for p, present in zip(pasts, alike, strict=True))
 
 
-def _part(name: str) -> tuple[tuple[int, ...], str]:
+def part_of(name: str) -> tuple[tuple[int, ...], str]:
     """`past_key_values.3.value`, `present_value_3` → ((3,), "v")."""
     words = re.findall(r"[a-z]+|\d+", name.lower())
     numbers = tuple(int(word) for word in words if word.isdigit())
@@ -166,7 +168,8 @@ def _part(name: str) -> tuple[tuple[int, ...], str]:
 def _logits(outputs: Sequence[ValueSpec], rank: int) -> ValueSpec:
     wide = [spec for spec in outputs if len(spec.shape) == rank + 1]
     named = [spec for spec in wide if spec.name.lower().endswith("logits")]
-    if not named and len(wide) != 1:
+    states = [spec for spec in wide if spec.name.lower().endswith(_STATES)]
+    if not named and (len(wide) != 1 or states):
         _refuse(f"no output is logits [batch, tokens, vocabulary]: it gives {_shown(outputs)}")
     return (named or wide)[0]
 
@@ -221,6 +224,10 @@ class Decoder(ABC):
     def step(self, ids: Ids) -> Logits:
         """Read one more token of each row, ids `[B]`; logits `[B, V]` after it."""
         return self._read(ids[:, None])
+
+    def settle(self) -> int:
+        """Put the weights where reading them is fastest; the bytes that were moved."""
+        return 0
 
     @abstractmethod
     def _clear(self, rows: int, capacity: int) -> None:

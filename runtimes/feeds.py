@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 
+from qgraph.decoder_graph import names_cache
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
 from qgraph.runtimes.base import Arrays, ValueSpec
@@ -94,7 +95,7 @@ class _Sizes:
 
 def is_cache(spec: ValueSpec) -> bool:
     """Whether an input is a key and value cache (and no count of what is in one)."""
-    return len(spec.shape) > 2 and spec.name.lower().startswith(("past", "cache", "present"))
+    return names_cache(spec.name, len(spec.shape))
 
 
 def _values(

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qgraph.runtimes.decoding import Decoder, DecoderIO, Ids, Logits
+from qgraph.runtimes.large_pages import use_large_pages
 from qgraph.runtimes.ort_session import OrtSession, onnxruntime
 
 
@@ -34,6 +35,10 @@ class OrtDecoder(Decoder):
         self._width = io.vocabulary
         self._bound: dict[str, NDArray[Any]] = {}
         self._caches: list[Any] = []
+
+    def settle(self) -> int:
+        """See `Decoder.settle`: on large pages."""
+        return use_large_pages()
 
     def _clear(self, rows: int, capacity: int) -> None:
         ort = onnxruntime()

@@ -82,7 +82,7 @@ _CPU = (
         for numbers in INTEGERS
         for op, kinds in (
             (DYNAMIC_QUANTIZE_MATMUL, ("int8",)),
-            (MATMUL_INTEGER_TO_FLOAT, ("int8-row", "int8-static")),
+            (MATMUL_INTEGER_TO_FLOAT, ("int8-row", "int8-static", "int8-auto")),
         )
     ),
 )  # fmt: skip

@@ -73,3 +73,24 @@ def test_other_files_are_refused(tmp_path: Path, content: Any, message: str) -> 
         path.write_text(content)
     with pytest.raises(InputError, match=message):
         read_messages(path)
+
+
+def test_marks_of_answers_are_taken_as_the_text_that_they_enclose() -> None:
+    template = "a{% generation %}{{ messages[0].content }}{% endgeneration %}b"
+    assert render(template, MESSAGES, {}) == "aHi éb"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * (10 ** 11) }}",
+        "{{ 9 ** 9 ** 9 }}",
+    ],
+)
+def test_a_template_counts_and_repeats_within_bounds(template: str) -> None:
+    with pytest.raises(InputError, match="1,000,000 is the most"):
+        render(template, MESSAGES, {})
+    assert render("{{ 2 ** 10 * 3 }}{{ '-' * 3 }}{{ range(3) | list }}", MESSAGES, {}) == (
+        "3072---[0, 1, 2]"
+    )

@@ -30,7 +30,7 @@ Check = Callable[..., dict[str, SiteCheck]]
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
-    assert not list(tmp_path.glob(".qgraph-check*")), "the check left its models behind"
+    assert not list(tmp_path.glob("*-check-*")), "the check left its models behind"
 
 
 @pytest.fixture

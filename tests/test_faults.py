@@ -15,8 +15,8 @@ from one_matmul import MATMUL, save, weight
 from onnx import helper, numpy_helper
 
 import qgraph
-from qgraph.check import LOST
 from qgraph.formats.base import parse
+from qgraph.lost_weights import LOST
 from qgraph.runtimes.ort import OrtRuntime
 
 
@@ -52,6 +52,21 @@ def test_a_float16_weight_whose_scales_underflow_stays_float(tmp_path: Path) -> 
     source = save(tmp_path / "m.onnx", MATMUL, tiny, more)
     with pytest.raises(qgraph.CoverageError, match="WEIGHT_LOST"):
         qgraph.optimize(source, tmp_path / "o.onnx", format="int4", group=32)
+    assert not (tmp_path / "o.onnx").exists()
+
+
+@pytest.mark.parametrize("format_", ["fp8-e4m3", "fp8-e5m2"])
+def test_a_float16_weight_that_is_rounded_beyond_float16_stays_float(
+    tmp_path: Path, format_: str
+) -> None:
+    """65504 is 448 times 146.2, and with that scale in float16, 146.25, it reads back as 65520."""
+    top = np.full((64, 24), 65504, np.float16)
+    more = [helper.make_node("Identity", ["y"], ["z"], "out")]
+    source = save(tmp_path / "m.onnx", MATMUL, top, more)
+    with pytest.raises(
+        qgraph.CoverageError, match=r"WEIGHT_LOST \(.*become 655\d\d, and float16 ends at 65504"
+    ):
+        qgraph.optimize(source, tmp_path / "o.onnx", format=format_)
     assert not (tmp_path / "o.onnx").exists()
 
 

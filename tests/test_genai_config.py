@@ -113,7 +113,10 @@ def test_optimize_looks_for_the_config_before_any_work(
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     output = tmp_path / "out" / "m.onnx"
     output.parent.mkdir()
+    (tmp_path / "hf").mkdir()
     asked = ["optimize", str(model), "-o", str(output), "--write-genai-config", "--format", "int8"]
-    assert run([*asked, "--group", "32", "--quiet"]) == 0, capsys.readouterr().err
+    (tmp_path / "config.json").rename(tmp_path / "hf" / "config.json")
+    named = ["--tokenizer", str(tmp_path / "hf")]  # the folder that the message tells to name
+    assert run([*asked, *named, "--group", "32", "--quiet"]) == 0, capsys.readouterr().err
     found = json.loads((output.parent / "genai_config.json").read_text())
     assert found["model"]["decoder"]["filename"] == "m.onnx"

@@ -228,3 +228,21 @@ def _whole(path: Path, tokens: list[int], count: int) -> list[int]:
         feeds |= {"past_0_key": empty, "past_0_value": empty}
         made.append(int(session.run(["logits"], feeds)[0][0, -1].argmax()))
     return made
+
+
+@pytest.mark.parametrize(
+    "prompt, options, message",
+    [
+        (PROMPT, {"max_tokens": 2.5}, "max tokens 2.5: wanted a whole number"),
+        (PROMPT, {"stop": [1]}, "stop has 1: wanted texts"),
+        (PROMPT, {"stop_tokens": [-5]}, "stop token -5: the model has tokens 0 to"),
+        (PROMPT, {"stop_tokens": [10**9]}, "stop token 1000000000: the model has"),
+        (5, {}, "the prompt is 5: wanted a text"),
+        ("a\ud800b", {}, r"'\\ud800' at character 2, which is half a character"),
+    ],
+)
+def test_what_is_no_request_is_refused(
+    tiny: Tiny, prompt: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        qgraph.generate(tiny.path, prompt, **options)

@@ -305,7 +305,7 @@ def of_its_own(
     zeros = {name: np.zeros_like(value) for name, value in floats(**MLP_FLOATS, **blank).items()}
     text = MLP if not blank else MLP.replace("c = Relu (b)", "d = Add (b, l__0__add) c = Relu (d)")
     graph = qgraph.capture(save(folder, text, zeros))
-    monkeypatch.setattr("qgraph.importing._own_graph", lambda _: graph)
+    monkeypatch.setattr("qgraph.importing.own_graph", lambda _: graph)
     return imported(given, None, None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 
 from qgraph.capabilities import Capabilities
 from qgraph.errors import InputError
-from qgraph.pipeline import capture
+from qgraph.models import tiny
+from qgraph.pipeline import capture, optimize
 from qgraph.plan import QuantPlan
 from qgraph.purposes import FROM_ROWS, ROWS, candidates_of, plan_for, sizes_of
 from qgraph.recipe import FLOAT, Override, Recipe
@@ -75,7 +77,7 @@ def test_by_rule(graph: Any) -> None:
     few = linear(graph, Table(HERE), purpose="decode")
     assert (few.format, few.activations, few.many) == (UINT4, None, None)
     prompt = linear(graph, Table(HERE), purpose="prefill")
-    assert (prompt.format, prompt.activations, prompt.many) == ("int8-pairs", "int8-row", None)
+    assert (prompt.format, prompt.activations, prompt.many) == ("int8-pairs", "int8-auto", None)
     both = linear(graph, Table(HERE), purpose="both")
     assert (both.format, both.many.format, both.many.from_rows) == (UINT4, "int8-pairs", FROM_ROWS)
     assert both.packed_bytes == few.packed_bytes + prompt.packed_bytes
@@ -93,7 +95,7 @@ def test_a_size_without_times_of_integer_kernels_goes_by_rule_and_says_so(
     plan, notes = planned(graph, part, purpose=purpose)
     assert "by rule" in plan["linear"].detail
     rounded = plan["linear"].many if purpose == "both" else plan["linear"]
-    assert rounded.activations == "int8-row"
+    assert rounded.activations == "int8-auto"
     assert len(notes) == 1
     assert notes[0].startswith(f"--for {purpose} goes by rule for 2 of 2 linears")
     # What was tried and does not run is no reason to go by rule.
@@ -104,13 +106,13 @@ def test_a_size_without_times_of_integer_kernels_goes_by_rule_and_says_so(
 def test_heads_are_chosen_like_others(graph: Any) -> None:
     plan, _ = planned(graph, Table(HERE), purpose="prefill")
     assert plan["head"].role == "head"
-    assert plan["head"].activations == "int8-row"
+    assert plan["head"].activations == "int8-auto"
 
 
 def test_prefill_takes_what_is_faster(graph: Any) -> None:
     fast = table(uint4={256: 2.0}, w8a8={256: 1.0}, float={256: 3.0})
     found = linear(graph, fast, purpose="prefill")
-    assert found.activations == "int8-row"
+    assert found.activations == "int8-auto"
     assert "by measured times" in found.detail
     assert found.reason is None
     slow = table(uint4={256: 1.0}, w8a8={256: 2.0}, float={256: 3.0})
@@ -156,7 +158,7 @@ def test_both_holds_one_weight_where_it_serves(graph: Any) -> None:
     asked = table(uint4={1: 1.05, 256: 2.1}, int8={1: 1.0, 256: 2.0}, w8a8={1: 3.0, 256: 2.0})
     assert linear(graph, asked, purpose="both").format == UINT4
     integer = table(uint4={1: 1.0, 256: 9.0}, w8a8={1: 1.05, 256: 2.0})
-    assert linear(graph, integer, purpose="both").activations == "int8-row"
+    assert linear(graph, integer, purpose="both").activations == "int8-auto"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_the_second_weight_runs_from_where_it_is_faster(
     measured = table(uint4=few, w8a8={rows: float(time) for rows, time in many.items()})
     found = linear(graph, measured, purpose="both")
     assert found.many.from_rows == wanted
-    assert found.many.activations == "int8-row"
+    assert found.many.activations == "int8-auto"
 
 
 def test_set_decides(graph: Any) -> None:
@@ -227,3 +229,50 @@ def test_what_is_measured(graph: Any) -> None:
     assert len(names) == len(set(names)) == 10
     sizes = sizes_of(graph.sites(), recipe, CPU.capabilities())
     assert sizes == [(N, K, "float", ROWS["both"]), (4 * N, N, "float", ROWS["both"])]
+
+
+def test_what_reads_one_activation_gets_two_weights_together() -> None:
+    """The small linear alone would keep its bytes at one row, rounded there for it alone."""
+    rng = np.random.default_rng(0)
+    x = ir.Value(name="x", shape=ir.Shape(["M", K]), type=ir.TensorType(ir.DataType.FLOAT))
+    nodes, weights = [], []
+    for name, rows in (("q", 2 * N), ("k", N)):
+        array = ir.tensor(rng.standard_normal((K, rows)).astype(np.float32), name=f"{name}.w")
+        weights.append(
+            ir.Value(
+                name=f"{name}.w", shape=ir.Shape((K, rows)), type=ir.TensorType(array.dtype),
+                const_value=array,
+            )
+        )  # fmt: skip
+        nodes.append(ir.node("MatMul", [x, weights[-1]], name=name))
+        nodes.append(ir.node("Neg", [nodes[-1].outputs[0]], name=f"{name}.end"))
+        nodes[-1].outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    inner = ir.Graph(
+        [x], [nodes[1].outputs[0], nodes[3].outputs[0]], nodes=nodes, initializers=weights,
+        opset_imports={"": 21}, name="two",
+    )  # fmt: skip
+    graph = capture(ir.Model(inner, ir_version=10))
+    measured = table(uint4={1: 1.05, 256: 9.0}, w8a8={1: 1.0, 256: 2.0})
+    large = {(UINT4, 1): 1.0, (UINT4, 256): 9.0, (W8A8.name, 1): 3.0, (W8A8.name, 256): 2.0}
+    for (name, rows), time in large.items():
+        measured.seconds[Measured(2 * N, K, "float", name, rows)] = time
+    plan, _ = planned(graph, measured, purpose="both")
+    assert plan["q"].many is not None
+    assert plan["k"].many is not None
+    assert plan["k"].format == UINT4
+    assert plan["k"].many.from_rows == plan["q"].many.from_rows
+
+
+def test_a_tied_head_of_its_own_format_is_solved(tmp_path: Path) -> None:
+    """The embedding keeps its groups, rounded; the head's bytes are solved like other weights."""
+    found = optimize(
+        tiny.build(tmp_path), dry_run=True, purpose="prefill", solver="smoothquant",
+        calibrate=tiny.batches("train", 128, 2),
+    )  # fmt: skip
+    table, head = (
+        next(item for item in found.plan.decisions if item.role == role)
+        for role in ("embedding", "head")
+    )
+    assert table.weight == head.weight
+    assert (table.format, table.solver) == (INT8, "rtn")
+    assert (head.format, head.solver) == ("int8-pairs", "smoothquant")

@@ -87,11 +87,11 @@ def test_draws_come_as_often_as_their_probabilities() -> None:
 
 
 def test_a_large_vocabulary_is_drawn_from_by_blocks() -> None:
-    logits = np.full(200, -30.0, np.float32)
-    logits[[0, 63, 64, 130, 199]] = LOGITS  # at the edges of blocks of 64, and in the last one
+    logits = np.full(600, -30.0, np.float32)
+    logits[[0, 63, 64, 330, 599]] = LOGITS  # at the edges of blocks of 64, and in the last one
     sampler = Sampler(Sampling(1.0, seed=2), range(1))
     drawn = np.array([sampler.choose(logits[None])[0] for _ in range(4000)])
-    counts = np.bincount(drawn, minlength=200)[[0, 63, 64, 130, 199]] / 4000
+    counts = np.bincount(drawn, minlength=600)[[0, 63, 64, 330, 599]] / 4000
     assert np.abs(counts - np.exp(LOGITS)).max() < 0.03
     assert abs(counts.sum() - 1) < 1e-9
 
@@ -124,3 +124,17 @@ def test_a_step_is_cheap(top_k: int, top_p: float) -> None:
 def test_numbers_out_of_range_are_refused(numbers: dict[str, float]) -> None:
     with pytest.raises(InputError, match=": wanted"):
         Sampling(**numbers)  # type: ignore[arg-type]
+
+
+def test_the_coldest_temperatures_take_the_most_likely_token() -> None:
+    logits = np.array([[1.0, 3.0, 2.9999998, 0.0]], np.float32)
+    for temperature in (1e-30, 1e-45, 1e-300):
+        assert Sampler(Sampling(temperature), [0]).choose(logits).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 2.5}, {"seed": 1.5}, {"temperature": "1"}, {"top_p": None}]
+)
+def test_numbers_of_another_kind_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=r"wanted a (whole )?number"):
+        Sampling(**options)  # type: ignore[arg-type]

@@ -85,3 +85,16 @@ def test_special_tokens_have_no_text(encoder: Any) -> None:
     stream = TextStream(encoder, encoder.encode("a<user>").ids)
     assert stream.add(encoder.token_to_id("<end>")) == ""
     assert stream.add(encoder.encode("b").ids[0]) == "b"
+
+
+def test_a_space_behind_a_token_that_is_not_shown_stays() -> None:
+    words = {"\u2581a": 0, "</s>": 1, "\u2581the": 2, "b": 3}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="b"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["</s>"])
+    stream = TextStream(tokenizer, [0])
+    pieces = [stream.add(token) for token in (3, 1, 2, 1, 1, 2)]
+    assert pieces == ["b", "", " the", "", "", " the"]
+    assert "a" + "".join(pieces) == tokenizer.decode([0, 3, 1, 2, 1, 1, 2])

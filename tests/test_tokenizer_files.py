@@ -99,3 +99,20 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         TokenizerFiles(tmp_path)
     with pytest.raises(InputError, match=r"no tokenizer.json at"):
         TokenizerFiles(tmp_path / "tokenizer.json")
+
+
+def test_positions_are_those_of_the_text(tmp_path: Path) -> None:
+    byte_tokenizer(tmp_path)
+    images = {"max_position_embeddings": 2}
+    config = {"vision_config": images, "text_config": {"max_position_embeddings": 90}}
+    write(tmp_path, "config.json", config)
+    assert TokenizerFiles(tmp_path).positions() == 90
+    write(tmp_path, "config.json", {"max_position_embeddings": -5, "n_ctx": 7})
+    assert TokenizerFiles(tmp_path).positions() == 7
+
+
+@pytest.mark.parametrize("model", [5, None, []])
+def test_a_model_that_is_no_object_says_no_ends(model: object, tmp_path: Path) -> None:
+    encoder = load_tokenizer(byte_tokenizer(tmp_path))
+    write(tmp_path, "config.json", {"model": model, "eos_token_id": 3})
+    assert TokenizerFiles(tmp_path).ends(encoder) == {3: "config.json"}

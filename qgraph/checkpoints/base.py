@@ -22,6 +22,7 @@ import onnx_ir as ir
 
 from qgraph.checkpoints.tensors import Stored, StoredTensor
 from qgraph.formats.base import Array, Format, QuantizedWeight
+from qgraph.lost_weights import Tally
 from qgraph.quant_tensor import BLOCK_BYTES, ROW_STEP, QuantSource
 
 
@@ -75,6 +76,14 @@ class Entry(ABC):
         no arithmetic with `format.dequantize`, whose result it checks (`difference`).
         """
 
+    def check_written(self) -> None:  # noqa: B027  (what came quantized lost nothing)
+        """Say whether the rows that were asked for, all of them, are worth being written.
+
+        Raises:
+            InputError: nothing is left of the weight, for its scales are below what they are
+                stored in.
+        """
+
     @property
     def total_rows(self) -> int:
         """Rows of all experts together."""
@@ -111,13 +120,21 @@ class SourceEntry(Entry):
     """A weight on its way into a checkpoint: rounded, solved, or packed in a graph.
 
     source: its rows, columns as `order` has them.
+    tally: what is left of the rows that were asked for.
     """
 
     source: QuantSource
+    tally: Tally = dataclasses.field(default_factory=Tally)
 
     def rows(self, start: int, stop: int) -> QuantizedWeight:
         """See `Entry.rows`."""
-        return self.source.block(start, stop)
+        found = self.source.block(start, stop)
+        self.tally.add(self.source, start, stop, found)
+        return found
+
+    def check_written(self) -> None:
+        """See `Entry.check_written`."""
+        self.tally.check(self.name, np.dtype(self.scale_dtype.numpy()).name)
 
     def dequantized(self, start: int, stop: int) -> Array:
         """See `Entry.dequantized`; here the format's own reading is the formula."""

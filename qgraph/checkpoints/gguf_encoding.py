@@ -22,6 +22,7 @@ from qgraph.checkpoints.gguf_packing import TARGETS, Grid, Target
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, Format, QuantizedWeight, parse
 from qgraph.formats.minimums import MINIMUMS
+from qgraph.lost_weights import LOST
 from qgraph.quant_tensor import square_sum
 
 _BY_NAME = {each.type.name: each for each in TARGETS}
@@ -163,11 +164,17 @@ def _error(entry: Entry, target: Target) -> float:
     """‖W − W'‖/‖W‖.
 
     Raises:
-        NoType: codes or scales are beyond the type.
+        NoType: codes or scales are beyond the type, or below it.
     """
     fits = [_fit(entry, target, *rows) for rows in entry.blocks()]
     error, norm = sum(fit.error_sq for fit in fits), sum(fit.norm_sq for fit in fits)
-    return math.sqrt(error / norm) if error else 0.0
+    found = math.sqrt(error / norm) if error else 0.0
+    if found > LOST:
+        raise NoType(
+            f"WEIGHT_LOST: as {target.type.name} it is {found:.0%} off, for its scales are below "
+            "what float16 holds"
+        )
+    return found
 
 
 def _fit(entry: Entry, target: Target, start: int, stop: int) -> _Fit:

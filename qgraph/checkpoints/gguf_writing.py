@@ -61,9 +61,10 @@ class _Blocks(NamedTuple):
         """What is written, with the place of its first byte."""
         if self.places is not None:
             yield 0, in_order(encoded(self.entry, self.kind), self.places)
-            return
-        for start, stop in self.entry.blocks():
-            yield start * self.width, encode(self.entry, self.kind, start, stop)
+        else:
+            for start, stop in self.entry.blocks():
+                yield start * self.width, encode(self.entry, self.kind, start, stop)
+        self.entry.check_written()
 
 
 class _Floats(NamedTuple):

@@ -25,7 +25,7 @@ from qgraph.checkpoints.folder_files import INDEX, ONE_FILE, within
 from qgraph.checkpoints.tensors import DTYPES
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
-from qgraph.out_file import OutFile, disk_error, sync_folder
+from qgraph.out_file import OutFile, copy_file, sync_folder, write_file
 from qgraph.quant_tensor import BLOCK_BYTES
 
 SHARD_BYTES = 5_000_000_000
@@ -180,6 +180,7 @@ def _data(layout: CheckpointLayout, unit: _Unit) -> Iterator[tuple[str, int, mem
             spec = unit.specs[name]
             assert (array.dtype, array.shape) == (spec.dtype, spec.shape), name
             yield name, 0, _view(array)
+        item.check_written()
         return
     at, width = 0, math.prod(item.shape[1:]) * item.dtype.itemsize
     count = (item.shape[0] if item.shape else 1) if width else 0
@@ -203,10 +204,7 @@ def _copy_others(source: Path, folder: Path) -> list[str]:
     names = [name for name in sorted(os.listdir(source)) if not _NOT_COPIED.fullmatch(name)]
     names = [name for name in names if (source / name).is_file()]
     for name in names:
-        try:
-            shutil.copyfile(within(source, name), folder / name)
-        except OSError as error:
-            raise disk_error(error, folder / name, (source / name).stat().st_size) from error
+        copy_file(within(source, name), folder / name)
     return names
 
 
@@ -216,14 +214,7 @@ def _write_json(folder: Path, name: str, table: Mapping[str, Any]) -> None:
     except RecursionError:
         raise InputError(f"{name} is nested too deeply to be written: remove that part") from None
     # Halves of a surrogate pair, which JSON can spell, stay spelled so.
-    data = text.encode(errors="backslashreplace")
-    file = OutFile(folder, name)
-    try:
-        file.write_at(0, data)
-        file.sync()
-        file.rename(folder / name)
-    finally:
-        file.discard()
+    write_file(folder / name, text.encode(errors="backslashreplace"))
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ def capture(
     Example: qgraph capture model.pt2 -o model.onnx
     """
     from qgraph import console, pipeline
-    from qgraph.cli.optimize import chosen_output
+    from qgraph.cli.options import chosen_output
     from qgraph.console import megabytes, print_line
     from qgraph.saved_file import check_output
     from qgraph.writer import save

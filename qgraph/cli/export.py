@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qgraph.cli import optimize as shared
+from qgraph.cli import weight_options as shared
 from qgraph.cli.options import GRAPH_LAYOUTS, group_size, merged_recipe, one_of
+from qgraph.cli.run_options import Quiet
 
 if TYPE_CHECKING:
     from qgraph.exporting import Exported
@@ -81,7 +82,7 @@ def export(
     include: shared.Include = None,
     exclude: shared.Exclude = None,
     min_elements: shared.MinElements = None,
-    quiet: shared.Quiet = False,
+    quiet: Quiet = False,
 ) -> None:
     """Write MODEL's quantized weights in the layout that other tools read.
 

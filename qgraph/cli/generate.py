@@ -75,6 +75,14 @@ Target = Annotated[
 Threads = Annotated[
     int, typer.Option(metavar="N", min=0, help="Threads within an operator; 0: the runtime's own.")
 ]
+CacheLayout = Annotated[
+    str,
+    typer.Option(
+        metavar="LAYOUT",
+        help="Keep a float cache in fewer bits between steps, to see what that costs: fp8, one "
+        "scale to a head; kivi8, kivi4, kivi2: keys by channel, values by token.",
+    ),
+]
 Json = Annotated[
     bool, typer.Option("--json", help="Print tokens, texts and speeds as JSON, at the end.")
 ]
@@ -98,6 +106,7 @@ def generate(
     stop_token: StopToken = None,
     target: Target = "ort-cpu",
     threads: Threads = 0,
+    cache_layout: CacheLayout = "",
     as_json: Json = False,
 ) -> None:
     """Continue a prompt with MODEL, and print the text as it is made.
@@ -113,7 +122,9 @@ def generate(
     given = _given(prompt, messages, batch)
     with console.Stages(console.messages()) as stages:
         stages.stage("loading the model")
-        loaded = TextModel(model, tokenizer, target=target, threads=threads)
+        loaded = TextModel(
+            model, tokenizer, target=target, threads=threads, cache_layout=cache_layout
+        )
     found = loaded.generate(
         given,
         sampling,

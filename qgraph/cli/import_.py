@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from qgraph.cli import optimize as shared
+from qgraph.cli import run_options as shared
+from qgraph.cli.options import chosen_output
 
 Checkpoint = Annotated[
     Path,
@@ -71,7 +72,7 @@ def import_(
     from qgraph.cli import outcome
     from qgraph.importing import import_checkpoint
 
-    written = None if dry_run else shared.chosen_output(output, default_output(checkpoint, model))
+    written = None if dry_run else chosen_output(output, default_output(checkpoint, model))
     out = console.output()
     with console.Stages(console.messages(), quiet=quiet) as stages:
         result = import_checkpoint(

@@ -9,331 +9,57 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qgraph.cli.budget_options import Candidate, MaxKl, MaxSize, Mixed, TargetBits
-from qgraph.cli.options import group, group_size, merged_recipe, one_of
-from qgraph.cli.options import solver as solver_names
+from qgraph.cli.options import chosen_output, group_size, merged_recipe
 from qgraph.cli.purpose_options import For, Tune
+from qgraph.cli.run_options import (
+    AccuracyLevel,
+    AddCache,
+    AtLoad,
+    Check,
+    DryRun,
+    Force,
+    Fuse,
+    KvCache,
+    MinCoverage,
+    Output,
+    Prefer,
+    Quiet,
+    ReportFile,
+    Resume,
+    SingleFile,
+    Strict,
+    Target,
+    Unfused,
+    WriteGenaiConfig,
+)
+from qgraph.cli.weight_options import (
+    Activations,
+    Calibrate,
+    CalibrationMode,
+    Embedding,
+    Exclude,
+    FormatName,
+    Group,
+    Include,
+    Int4Groups,
+    MinElements,
+    Options,
+    Outliers,
+    RecipeFile,
+    Samples,
+    Sequence,
+    Set,
+    Solver,
+    Tokenizer,
+)
 from qgraph.errors import InputError
-from qgraph.recipe import ACTIVATIONS, CALIBRATIONS, parse_size
-from qgraph.registry import names
+from qgraph.recipe import parse_size
 
 if TYPE_CHECKING:
     from qgraph.recipe import Recipe
 
-_WHAT, _WHICH, _RUNS, _FILES = "What to make", "Which weights", "Target and checks", "Files"
-
 Model = Annotated[
     Path, typer.Argument(metavar="MODEL", help="An ONNX file, a .pt2, or a Hugging Face folder.")
-]
-Output = Annotated[
-    str | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="OUT",
-        rich_help_panel=_FILES,
-        help="The .onnx to write, or a folder for it (one that is there, or ends in /). Default: "
-        "MODEL with the format (.int4, .nf4) before its suffix.",
-    ),
-]
-Int4Groups = Annotated[
-    str | None,
-    typer.Option(
-        "--int4-groups",
-        metavar="N|row",
-        callback=group,
-        rich_help_panel=_WHAT,
-        help="The best 4-bit format with one scale for N weights.",
-    ),
-]
-FormatName = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        metavar="NAME[:option=value,…]",
-        rich_help_panel=_WHAT,
-        help=f"Weight format: {', '.join(names('format'))}, or auto. Default: auto.",
-    ),
-]
-Group = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N|row",
-        callback=group,
-        rich_help_panel=_WHAT,
-        help="Weights that share one scale: 16 to 256, or a whole row.",
-    ),
-]
-Solver = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SOLVER[+SOLVER]",
-        callback=solver_names,
-        rich_help_panel=_WHAT,
-        help=f"How weights are rounded: {', '.join(names('solver'))}, or several composed, as "
-        "awq+clip+gptq. Default: rtn, to nearest.",
-    ),
-]
-CalibrationMode = Annotated[
-    str | None,
-    typer.Option(
-        "--calibration",
-        metavar="|".join(CALIBRATIONS),
-        callback=one_of(CALIBRATIONS),
-        rich_help_panel=_WHAT,
-        help="Solve each linear on inputs from the model quantized so far, or from the float "
-        "model. Default: sequential.",
-    ),
-]
-Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume",
-        rich_help_panel=_FILES,
-        help="Go on with a run that was stopped: weights that its solver finished are taken. "
-        "Refused with another model, data or options; --force takes what still holds.",
-    ),
-]
-Embedding = Annotated[
-    str | None,
-    typer.Option(
-        metavar="auto|float|FORMAT",
-        rich_help_panel=_WHAT,
-        help="Format of embedding tables and of heads tied to them. Default: auto.",
-    ),
-]
-Options = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        metavar="PASS.FIELD=VALUE",
-        rich_help_panel=_WHAT,
-        help="Set a field of a pass; may be repeated.",
-    ),
-]
-RecipeFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.toml",
-        rich_help_panel=_WHAT,
-        help="Read these options from a file; options given here win.",
-    ),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="'SELECTOR=FORMAT'",
-        rich_help_panel=_WHICH,
-        help="Another format for some sites, or float; the last one that matches wins; repeatable.",
-    ),
-]
-Calibrate = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--calibrate",
-        metavar="SOURCE[@WEIGHT]",
-        rich_help_panel=_WHAT,
-        help="Calibration data: a text (with --tokenizer), a .npz or a .jsonl file, a folder of "
-        "them, or self: text that a language model samples itself. Repeatable; the weights are "
-        "shares of --samples.",
-    ),
-]
-Tokenizer = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        rich_help_panel=_WHAT,
-        help="The texts' tokenizer.json. Default: that of a Hugging Face folder.",
-    ),
-]
-Samples = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        min=1,
-        rich_help_panel=_WHAT,
-        help="Calibration samples to use at most, of all sources together.",
-    ),
-]
-Sequence = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        min=2,
-        rich_help_panel=_WHAT,
-        help="Tokens in a sample of calibration text, or of the model's own text; rows of files of "
-        "token ids stay as long as they are.",
-    ),
-]
-Include = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="SELECTOR",
-        rich_help_panel=_WHICH,
-        help="Only these: a glob on node or weight names, role:head, first:2, last:2; repeatable.",
-    ),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="SELECTOR", rich_help_panel=_WHICH, help="Not these: they stay as they are."
-    ),
-]
-Unfused = Annotated[
-    str | None,
-    typer.Option(
-        metavar="auto|float|portable",
-        callback=one_of(("auto", "float", "portable")),
-        rich_help_panel=_RUNS,
-        help="What becomes of weights that no kernel takes: floats as they are, or packed and "
-        "dequantized block by block (small, slow). [default: auto: portable for formats that are "
-        "no integers]",
-    ),
-]
-Prefer = Annotated[
-    str | None,
-    typer.Option(
-        metavar="speed|size",
-        callback=one_of(("speed", "size")),
-        rich_help_panel=_RUNS,
-        help="mxfp4 and nvfp4 have no kernel of their own on CPUs: written as 8-bit integers they "
-        "are exact, fast, and twice the size. [default: speed]",
-    ),
-]
-AtLoad = Annotated[
-    bool,
-    typer.Option(
-        "--dequantize-at-load",
-        rich_help_panel=_RUNS,
-        help="Store linears packed, in whatever format, and let ONNX Runtime make floats of them "
-        "when it loads the model: the file is small, memory and speed are those of floats.",
-    ),
-]
-Fuse = Annotated[
-    bool | None,
-    typer.Option(
-        "--fuse/--no-fuse",
-        rich_help_panel=_RUNS,
-        help="Make fused ops of ONNX Runtime of norms, activations and attention, each proven at "
-        "its place. [default: fuse]",
-    ),
-]
-AddCache = Annotated[
-    bool | None,
-    typer.Option(
-        "--add-cache/--no-add-cache",
-        rich_help_panel=_RUNS,
-        help="Give a decoder that was exported without a cache past_key_values and present, so "
-        "that each token is read once. [default: no]",
-    ),
-]
-WriteGenaiConfig = Annotated[
-    bool,
-    typer.Option(
-        "--write-genai-config",
-        rich_help_panel=_RUNS,
-        help="Also write the files that onnxruntime-genai loads a decoder with, by the config.json "
-        "beside MODEL or beside --tokenizer.",
-    ),
-]
-MinElements = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", min=0, rich_help_panel=_WHICH, help="Leave weights below N elements as is."
-    ),
-]
-Target = Annotated[
-    str,
-    typer.Option(
-        metavar="TARGET",
-        callback=one_of(names("target")),
-        rich_help_panel=_RUNS,
-        help=f"What will run the model: {', '.join(names('target'))}; qdq stays portable.",
-    ),
-]
-AccuracyLevel = Annotated[
-    str | None,
-    typer.Option(
-        metavar="auto|0|4",
-        callback=one_of(("auto", "0", "4")),
-        rich_help_panel=_RUNS,
-        help="4 computes on int8 activations, 0 on floats. Default: auto.",
-    ),
-]
-Activations = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(ACTIVATIONS),
-        callback=one_of(ACTIVATIONS),
-        rich_help_panel=_WHAT,
-        help="Round what linears multiply to bytes too, for integer kernels, which are fast at "
-        "prompts: with one scale for the tensor, one for each row, or a static one from "
-        "calibration. Weights are then int8-pairs; heads keep floats. Or to FP8 in front of "
-        "fp8-e4m3 weights, as TensorRT and CUDA multiply them: fp8 from calibration, or fp8-token. "
-        "[default: float]",
-    ),
-]
-Outliers = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=0,
-        rich_help_panel=_WHAT,
-        help="With rounded activations: keep up to N input columns of each linear in float, those "
-        "of the largest activations in calibration. [default: 0]",
-    ),
-]
-Check = Annotated[
-    bool,
-    typer.Option(
-        "--check/--no-check",
-        rich_help_panel=_RUNS,
-        help="Run every kernel on the bytes written before the files get their names.",
-    ),
-]
-Strict = Annotated[
-    bool,
-    typer.Option(
-        "--strict",
-        rich_help_panel=_RUNS,
-        help="Exit 4 and write nothing where a check fails; without it the next kernel is taken.",
-    ),
-]
-MinCoverage = Annotated[
-    float,
-    typer.Option(
-        metavar="SHARE",
-        min=0.0,
-        max=1.0,
-        rich_help_panel=_RUNS,
-        help="Exit 3 if less of the linear weight bytes can be quantized.",
-    ),
-]
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run",
-        rich_help_panel=_FILES,
-        help="Plan only; with --report FILE the plan is written, and `qgraph explain` reads it.",
-    ),
-]
-ReportFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE.json", rich_help_panel=_FILES, help="Write every step as JSON."),
-]
-SingleFile = Annotated[
-    bool,
-    typer.Option("--single-file", rich_help_panel=_FILES, help="No data file (up to 2 GB)."),
-]
-Force = Annotated[
-    bool,
-    typer.Option(
-        "--force", rich_help_panel=_FILES, help="Replace an output that qgraph did not write."
-    ),
-]
-Quiet = Annotated[
-    bool,
-    typer.Option("--quiet", "-q", rich_help_panel=_FILES, help="Print the coverage line only."),
 ]
 
 
@@ -366,6 +92,7 @@ def optimize(
     dequantize_at_load: AtLoad = False,
     fuse: Fuse = None,
     add_cache: AddCache = None,
+    kv_cache: KvCache = None,
     write_genai_config: WriteGenaiConfig = False,
     target_bits: TargetBits = None,
     max_size: MaxSize = None,
@@ -411,6 +138,7 @@ def optimize(
         "dequantize_at_load": dequantize_at_load or None,
         "fuse": fuse,
         "add_cache": add_cache,
+        "kv_cache": kv_cache,
         "target_bits": target_bits,
         "max_size": None if max_size is None else parse_size(max_size),
         "mixed": mixed or None,
@@ -444,7 +172,7 @@ def optimize(
             resume=resume,
             report=report,
             calibrate=calibrate or None,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer if calibrate or genai is None else None,
             samples=samples,
             sequence=sequence,
             progress=stages,
@@ -476,19 +204,3 @@ def default_output(model: Path, recipe: Recipe) -> Path:
     folder = model.resolve() if model.is_dir() else None
     stem = folder.name if folder is not None else model.stem
     return (folder or model).with_name(f"{stem}.{'int4' if name == 'auto' else name}.onnx")
-
-
-def chosen_output(output: str | None, default: Path) -> Path:
-    """The file to write; a folder (one that exists, or `-o NAME/`) gets the default's name.
-
-    Raises:
-        InputError: an empty text.
-    """
-    if output is None:
-        return default
-    if not output:
-        raise InputError("-o '': wanted the .onnx to write, or a folder for it")
-    from qgraph.run_notes import is_folder_name
-
-    path = Path(output)
-    return path / default.name if is_folder_name(output) or path.is_dir() else path

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from qgraph.errors import InputError
 from qgraph.registry import did_you_mean, names
 
 if TYPE_CHECKING:
@@ -86,3 +87,19 @@ def merged_recipe(
         overrides=(*base.overrides, *map(Override.parse, overrides)),
         options={**base.options, **assignments(options)},
     )
+
+
+def chosen_output(output: str | None, default: Path) -> Path:
+    """The file to write; a folder (one that exists, or `-o NAME/`) gets the default's name.
+
+    Raises:
+        InputError: an empty text.
+    """
+    if output is None:
+        return default
+    if not output:
+        raise InputError("-o '': wanted the .onnx to write, or a folder for it")
+    from qgraph.run_notes import is_folder_name
+
+    path = Path(output)
+    return path / default.name if is_folder_name(output) or path.is_dir() else path

@@ -19,7 +19,7 @@ Checkpoint = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="A float checkpoint: a Hugging Face folder, or a .safetensors file.",
+        help="A float checkpoint: a Hugging Face folder, or a .safetensors or .gguf file.",
     ),
 ]
 Output = Annotated[
@@ -32,11 +32,12 @@ Output = Annotated[
     ),
 ]
 Layout = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="NAME",
         callback=options.one_of(options.LAYOUTS),
-        help=f"How to write it: {', '.join(options.LAYOUTS)}.",
+        help=f"How to write it: {', '.join(options.LAYOUTS)}. Default: gguf of a .gguf file, else "
+        "compressed-tensors.",
     ),
 ]
 Like = Annotated[
@@ -44,7 +45,16 @@ Like = Annotated[
     typer.Option(
         metavar="FILE",
         help="Of gguf, a GGUF file of the model, from which metadata, names and order are taken. "
-        "Default: CHECKPOINT's config.json and tokenizer.",
+        "Default: CHECKPOINT, where it is one, else its config.json and tokenizer.",
+    ),
+]
+GgufType = Annotated[
+    str | None,
+    typer.Option(
+        "--gguf-type",
+        metavar="TYPE",
+        help="Of gguf, the type of weights that several hold, such as Q8_0, Q4_1 or Q4_K; and, "
+        "without --format, what CHECKPOINT is rounded to. Default: Q4_0.",
     ),
 ]
 FormatName = Annotated[
@@ -85,8 +95,9 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but th
 def quantize(
     checkpoint: Checkpoint,
     output: Output,
-    layout: Layout = "compressed-tensors",
+    layout: Layout = None,
     like: Like = None,
+    gguf_type: GgufType = None,
     format_: FormatName = None,
     group: Group = None,
     solver: Solver = "rtn",
@@ -111,6 +122,7 @@ def quantize(
             output,
             layout=layout,
             like=like,
+            gguf_type=gguf_type,
             format=format_,
             group=options.group_size(group),
             solver=solver,

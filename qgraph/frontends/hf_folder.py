@@ -52,6 +52,18 @@ def load(
     return Loaded(found.model, (*notes, *found.notes))
 
 
+def parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each parameter of the module of a folder; no weight is made.
+
+    Raises:
+        InputError, MissingExtra: see `load`.
+    """
+    config = hf_config.read(folder, packed=True)
+    torch_onnx.need({"torch": "torch", "transformers": "hf"}, "reading a Hugging Face folder")
+    with torch_onnx.quiet():
+        return hf_module.parameter_shapes(folder, config)
+
+
 def files(folder: Path) -> tuple[Path, ...]:
     """What is read of a folder, besides small files."""
     return (folder / "config.json", *hf_weights.files(folder))

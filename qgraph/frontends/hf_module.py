@@ -56,6 +56,29 @@ def load(
     return module, info
 
 
+def parameter_shapes(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each parameter of the module that a configuration describes.
+
+    Raises:
+        InputError: transformers does not know the model, or cannot build it.
+    """
+    import torch
+    import transformers
+
+    kind = _class(transformers, folder, config)
+    try:
+        with torch.device("meta"):
+            module = kind(_config(kind, config))
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:
+        raise InputError(
+            f"transformers {transformers.__version__} cannot build the model of {folder}: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from None
+    return {name: tuple(each.shape) for name, each in module.named_parameters()}
+
+
 def spread_experts(module: Any) -> list[str]:
     """Have a mixture of experts compute in ops that ONNX has; what a user should know of that.
 
@@ -68,8 +91,9 @@ def spread_experts(module: Any) -> list[str]:
         return []
     module.set_experts_implementation("batched_mm")
     return [
-        "each token gathers the weights of its experts, so that memory grows with the number of "
-        "tokens times that of the experts that each is given"
+        "each token gathers the weights of its experts while those are floats, so that memory "
+        "grows with the number of tokens times that of the experts that each is given; quantized, "
+        "one expert is read at a time"
     ]
 
 

@@ -8,8 +8,11 @@ of the same weights; ours is `optimize` on the plain export with past key values
 format (int4, blocks of 32, head and embedding too). Each figure is a process of its own; sides
 alternate, and the order turns from round to round; ratios of medians, with the range over the
 rounds. `loop`: a bare loop around the graph with an argmax, the same for all sides (past and
-present in one buffer; the float export, whose cache is concatenated, gets presents as pasts).
-`generate`: `qgraph generate`'s own code, and onnxruntime-genai's generator, with sampling.
+present in one buffer; the float export, whose cache is concatenated, gets presents as pasts), with
+the weights where ONNX Runtime put them; in `loop_large_pages` both sides' are moved to large pages,
+as our decoder does. `generate`: `qgraph generate`'s own code, and onnxruntime-genai's generator,
+with sampling. `quality`: KL at the same format, and what blocks differ by, with its standard error:
+codes differ in ties alone, but activations that are rounded to int8 make noise of any difference.
 """
 
 from __future__ import annotations
@@ -77,11 +80,14 @@ def summed(found: dict[str, list[dict[str, Any]]], key: str, better: int = 1) ->
     return result
 
 
-def loops(models: dict[str, Command], tokens: tuple[int, int], rounds: int) -> dict[str, Any]:
-    """Bare loops: `models` are a path and `share` or `grow` each."""
+def loops(
+    models: dict[str, Command], tokens: tuple[int, int], rounds: int, pages: str = "small"
+) -> dict[str, Any]:
+    """Bare loops: `models` are a path and `share` or `grow` each; pages: `small` or `large`."""
     loop = [sys.executable, str(HERE / "decode_loop.py")]
     sides = {
-        side: [*loop, path, *map(str, tokens), how, "0"] for side, (path, how) in models.items()
+        side: [*loop, path, *map(str, tokens), how, "0", pages]
+        for side, (path, how) in models.items()
     }
     found = in_turn(sides, rounds)
     return {
@@ -89,6 +95,7 @@ def loops(models: dict[str, Command], tokens: tuple[int, int], rounds: int) -> d
         "decode_tokens_per_second": summed(found, "tokens_per_second"),
         "prompt_ms": summed(found, "prompt_ms", better=-1),
         "peak_mb": {side: runs[-1]["peak_mb"] for side, runs in found.items()},
+        "large_pages_mb": {side: runs[-1]["large_pages_mb"] for side, runs in found.items()},
         "grown_mb": {
             side: runs[-1]["peak_mb"] - runs[-1]["prompt_peak_mb"] for side, runs in found.items()
         },
@@ -148,9 +155,14 @@ def quality(models: dict[str, str], text: Path, tokenizer: Path) -> dict[str, An
         for side in found:
             given = scores(models[side], block[None], 64)[0]
             found[side].append(float(qgraph.kl_divergence(wanted, given).mean()))
+    apart = np.subtract(found["ours"], found["genai"])
     return {
         "blocks": [len(ids), LENGTH],
         "kl": {side: float(np.mean(values)) for side, values in found.items()},
+        "ours less genai": {
+            "mean": float(apart.mean()),
+            "standard_error": float(apart.std(ddof=1) / len(apart) ** 0.5),
+        },
     }
 
 
@@ -167,8 +179,9 @@ def main() -> None:
     parser.add_argument("--genai-python", required=True, help="the peer's environment's python")
     parser.add_argument("--genai-model", required=True, type=Path, help="the peer's folder")
     parser.add_argument("--ours", type=Path, help="a model that is there, instead of building it")
+    parser.add_argument("--solved", type=Path, help="one that a solver made, for its KL")
     parser.add_argument("--text", type=Path, help="for the KL; left out without it")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="a tenth of the tokens, one round")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -201,6 +214,7 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "onnxruntime": ort.__version__,
         "file_mb": {"ours": megabytes(ours), "genai": megabytes(peer)},
         "loop": loops({**both, "float": [str(source), "grow"]}, sizes[0], rounds),
+        "loop_large_pages": loops(both, sizes[0], rounds, "large"),
         "loop_long_prompt": loops(both, sizes[1], rounds),
         "generate": generators(ours, peer.parent, asked.genai_python, sizes[0], rounds),
         "generate_long_prompt": generators(ours, peer.parent, asked.genai_python, sizes[1], rounds),
@@ -208,6 +222,8 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     cache = 30 * 2 * 3 * 64 * 4 * sum(sizes[2])  # layers, key and value, heads, size, float32
     found["memory"]["cache_mb"] = cache / 1e6
+    if asked.solved is not None:
+        models["ours, solved"] = str(asked.solved)
     if asked.text is not None:
         found["quality"] = quality(models, asked.text, smollm2.tokenizer())
     return found

@@ -1,9 +1,10 @@
-"""One decoder in one process, in a bare loop: MODEL PROMPT NEW share|grow THREADS.
+"""One decoder in one process, in a bare loop: MODEL PROMPT NEW share|grow THREADS small|large.
 
 Prints a JSON line: ms of a prompt of PROMPT tokens, ms of each of NEW tokens decoded greedily
 after it, peak memory after the prompt and at the end. `share`: past and present are one buffer,
 as GroupQueryAttention allows; `grow`: each present becomes the next past as it is, without a copy.
-Inputs are bound to memory that stays; nothing is measured but the graph and an argmax.
+Inputs are bound to memory that stays; nothing is measured but the graph and an argmax. `small`
+leaves the weights on the pages that they were loaded to, `large` moves them, as our decoder does.
 """
 
 from __future__ import annotations
@@ -87,11 +88,19 @@ def head_size(model: str, given: int | str) -> int:
     return int(config["model"]["decoder"]["head_size"])
 
 
+def to_large_pages() -> int:
+    """Move this process's memory; the bytes that were moved."""
+    from qgraph.runtimes.large_pages import use_large_pages
+
+    return use_large_pages()
+
+
 def main() -> None:
     """Measure, and print the line."""
     model, how = sys.argv[1], sys.argv[4]
     prompt, new, threads = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5])
     loop = Loop(model, prompt + new, how == "share", threads)
+    moved = to_large_pages() if sys.argv[6] == "large" else 0
     ids = np.random.default_rng(0).integers(3, 1000, (1, prompt))
     prompts = []
     for _ in range(1 + PROMPTS):
@@ -107,7 +116,8 @@ def main() -> None:
         tokens.append(token)
     found = {"prompt_ms": statistics.median(prompts[1:]), "step_ms": statistics.median(steps)}
     found |= {"tokens_per_second": 1e3 * len(steps) / sum(steps), "tokens": tokens[:16]}
-    print(json.dumps(found | {"prompt_peak_mb": before, "peak_mb": peak_mb()}))
+    found |= {"prompt_peak_mb": before, "peak_mb": peak_mb(), "large_pages_mb": moved / 1e6}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

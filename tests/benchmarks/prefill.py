@@ -7,9 +7,10 @@ A prompt of 256 tokens: `--for prefill` against float and against 4 bits (groups
 without a cache: `--for both` against `--for decode`. Each figure is a process of its own, the sides
 alternate, and the order turns; ratios of medians with the range over the rounds. Kernels are
 chosen by times measured here (`--tune`), kept in the user's cache. With `--calibrate`, prefill
-models with smoothed channels and float outlier columns besides, with a scale for each row and with
-one from calibration; with `--text`, what each loses (KL to float, nats a token, blocks of 256
-tokens).
+models with smoothed channels besides: with scales chosen activation by activation (`int8-auto`,
+what `--for prefill` takes), also with float columns where they are far larger than others; and with
+8 float columns everywhere and a scale for each row, or one from calibration, for all. With
+`--text`, what each loses (KL to float, nats a token, blocks of 256 tokens).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from qgraph.models import smollm2
 HERE = Path(__file__).parent
 PROMPT, TOKEN = 256, 1
 OUTLIERS = 8
+THRESHOLD = "4.5"
+"""In float stay columns whose largest input is this many times that of the median one."""
 
 
 def made(folder: Path, source: Path, calibrate: Path | None, samples: int) -> dict[str, Any]:
@@ -44,11 +47,15 @@ def made(folder: Path, source: Path, calibrate: Path | None, samples: int) -> di
     if calibrate is not None:
         smoothed = {
             "purpose": "prefill", "tune": True, "solver": "smoothquant+rtn",
-            "outliers": OUTLIERS, "calibrate": str(calibrate), "samples": samples,
+            "calibrate": str(calibrate), "samples": samples,
             "tokenizer": str(smollm2.tokenizer()),
         }  # fmt: skip
-        asked["prefill_smoothed"] = smoothed
-        asked["prefill_static"] = {**smoothed, "activations": "int8-static"}
+        columns = {**smoothed, "outliers": OUTLIERS}
+        asked["prefill_auto"] = smoothed
+        few = {"lower_w8a8.threshold": THRESHOLD}
+        asked["prefill_auto_columns"] = {**columns, "options": few}
+        asked["prefill_smoothed"] = {**columns, "activations": "int8-row"}
+        asked["prefill_static"] = {**columns, "activations": "int8-static"}
     found: dict[str, Any] = {}
     for side, options in asked.items():
         result = qgraph.optimize(source, folder / f"{side}.onnx", **options)
@@ -113,7 +120,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--calibrate", type=Path)
-    parser.add_argument("--calibration-samples", type=int, default=32)
+    parser.add_argument("--calibration-samples", type=int, default=16)
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0)

@@ -49,10 +49,18 @@ ROWS: dict[str, dict[str, Any]] = {
     "int8, static, smoothquant, float columns": {
         "activations": "int8-static", "solver": SMOOTH, "outliers": COLUMNS,
     },
+    "int8, a scale for each row where it matters": {"activations": "int8-auto"},
+    "int8, a scale for each row where it matters, smoothquant": {
+        "activations": "int8-auto", "solver": SMOOTH,
+    },
+    "int8, a scale for each row where it matters, smoothquant, float columns where they do": {
+        "activations": "int8-auto", "solver": SMOOTH, "outliers": COLUMNS,
+        "options": {"lower_w8a8.threshold": "4.5"},
+    },
     "fp8, static": {"activations": "fp8"},
     "fp8, a scale for each token": {"activations": "fp8-token"},
 }  # fmt: skip
-_NEED_DATA = ("int8-static", "fp8")
+_NEED_DATA = ("int8-static", "int8-auto", "fp8")
 
 
 def measure(source: Path, name: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -105,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--calibrate", type=Path, required=True)
-    parser.add_argument("--samples", type=int, default=32, help="of calibration")
+    parser.add_argument("--samples", type=int, default=16, help="of calibration")
     parser.add_argument("--sequence", type=int, default=512, help="tokens of each")
     parser.add_argument("--blocks", type=int, default=20, help="of 256 tokens, for the KL")
     parser.add_argument("--rounds", type=int, default=7)

@@ -73,9 +73,9 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
     "bert": (bert, {"input_ids": IDS, "attention_mask": MASK}, 11),
     "t5": (t5, {"input_ids": IDS, "attention_mask": MASK, "decoder_input_ids": IDS[:, :4]}, 21),
     "vit": (vit, {"pixel_values": IMAGE}, 7),
-    "mixtral": (lambda: routed("Mixtral"), {"input_ids": IDS}, 7),
-    "gpt-oss": (lambda: routed("GptOss"), {"input_ids": IDS}, 7),
-    "qwen3-moe": (lambda: routed("Qwen3Moe"), {"input_ids": IDS}, 7),
+    "mixtral": (lambda: routed("Mixtral"), {"input_ids": IDS}, 9),
+    "gpt-oss": (lambda: routed("GptOss"), {"input_ids": IDS}, 9),
+    "qwen3-moe": (lambda: routed("Qwen3Moe"), {"input_ids": IDS}, 9),
 }
 
 

@@ -48,6 +48,22 @@ def test_what_changes_nothing_goes_away() -> None:
     np.testing.assert_array_equal(run(after, X)["y"], run(before, X)["y"])
 
 
+def test_a_slice_of_all_goes_away_and_any_other_stays() -> None:
+    before, after = folded(
+        """<ir_version: 8, opset_import: ["" : 18]>
+        g (float[2, 3, 4] x) => (float[2, 3, 4] y, float[2, 3, 4] z, float[2, m, 4] w)
+        <int64[1] none = {0}, int64[1] one = {1}, int64[1] back = {-1}, int64[1] two = {2},
+         int64 end = {9223372036854775807}, int64[1] start = {-1}, int64[1] least =
+         {-9223372036854775808}, int64[1] flat = {-1}>
+        { e = Reshape(end, flat) a = Slice(x, none, e, one, one) y = Neg(a)
+          b = Slice(x, start, least, one, back) z = Neg(b)
+          c = Slice(x, none, e, one, two) w = Neg(c) }"""
+    )
+    assert ops(after) == ["Neg", "Slice", "Neg", "Slice", "Neg"]
+    for name, found in run(after, X).items():
+        np.testing.assert_array_equal(found, run(before, X)[name])
+
+
 def test_weights_parameters_and_large_results_stay() -> None:
     _, after = folded(
         """<ir_version: 8, opset_import: ["" : 18]>

@@ -16,6 +16,8 @@ from fusing import CPU, Fused, fuse, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qgraph.passes.attention_lengths import unify_lengths
+
 RNG = np.random.default_rng(0)
 GROUPED, MULTI_HEAD = "GroupQueryAttention", "MultiHeadAttention"
 WITH_CACHE = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt2")
@@ -233,6 +235,35 @@ def test_a_decoder_with_a_cache(kind: str, cached: Callable[[str], Pair]) -> Non
             assert pair.difference(mask, new) < 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "kind,opset,dynamo",
+    [
+        *((kind, 13, False) for kind in ("llama", "qwen3", "gemma3", "gpt2")),
+        *((kind, 18, True) for kind in ("llama", "gemma3", "gpt2")),
+        *((kind, 23, True) for kind in ("qwen3", "gemma3", "gpt2")),
+    ],
+)
+def test_decoders_of_every_exporter_fuse_completely(
+    kind: str, opset: int, dynamo: bool, tmp_path: Path
+) -> None:
+    attention = "eager" if opset < 14 else "sdpa"
+    path = tiny_caches.export(
+        kind, tmp_path / "model.onnx", opset=opset, attention=attention, dynamo=dynamo
+    )
+    pair = Pair(fuse(path))
+    assert pair.found.missed == {}
+    assert pair.found.done["attention"] == pair.found.ops[GROUPED] == tiny_caches.LAYERS
+    turned = [n for n in pair.found.after.model.graph if n.attributes.get_int("do_rotary", 0)]
+    assert len(turned) == (0 if kind == "gpt2" else tiny_caches.LAYERS)
+    left = {"Softmax", "Attention", "Pow", "ReduceMean", "Erf", "Tanh", "Neg"}
+    assert not left & set(pair.found.ops)
+    for new, past in ((7, 0), (1, 9)):
+        for mask in paddings(2, new + past).values():
+            assert pair.difference(mask, new) < 1e-4
+
+
 def test_attributes_of_models_with_windows_and_caps(
     cached: Callable[[str], Pair],
 ) -> None:
@@ -282,6 +313,39 @@ def test_past_and_present_in_one_buffer(cached: Callable[[str], Pair]) -> None:
         kept = added.astype(np.bool_)
         assert np.abs(old["logits"] - made)[kept].max() < 1e-4 * np.abs(old["logits"]).max()
         past = {name: old[name.replace("past_key_values", "present")] for name in names}
+
+
+def test_caches_whose_lengths_have_names_of_their_own(tmp_path: Path) -> None:
+    path = tiny_caches.export("llama", tmp_path / "model.onnx")
+    model = ir.load(path)
+    for at, value in enumerate(model.graph.inputs[3:]):
+        value.shape = ir.Shape(["batch", tiny_caches.GROUPS, f"past{at}", tiny_caches.SIZE])
+    ir.save(model, path)
+    found = fuse(path)
+    assert found.ops[GROUPED] == tiny_caches.LAYERS, found.missed
+    pair = Pair(found)
+    for new, past in ((5, 0), (4, 3), (1, 8)):
+        assert pair.difference(np.ones((2, new + past), np.int64), new) < 1e-4
+    graph = found.after.model.graph
+    assert [str(value.shape[2]) for value in graph.inputs[3:] if value.shape] == [
+        "past0", "past1", "past2", "past3",
+    ]  # fmt: skip
+
+
+def test_caches_of_two_attentions_may_differ_in_length() -> None:
+    """No mask says that they are one: only keys and values of one attention are equally long."""
+    model = ir.from_onnx_text("""<ir_version: 8, opset_import: ["" : 17]>
+    g (float[b, 2, n, 16] x, float[b, 2, p, 16] k0, float[b, 2, q, 16] v0,
+       float[b, 2, r, 16] k1, float[b, 2, s, 16] v1) => (float[b, 2, n, 16] y, float[b, 2, n, 16] z)
+    {
+       ka = Concat<axis = 2>(k0, x)  kat = Transpose<perm = [0, 1, 3, 2]>(ka)  a = MatMul(x, kat)
+       pa = Softmax(a)  va = Concat<axis = 2>(v0, x)  y = MatMul(pa, va)
+       kb = Concat<axis = 2>(k1, x)  kbt = Transpose<perm = [0, 1, 3, 2]>(kb)  c = MatMul(x, kbt)
+       pb = Softmax(c)  vb = Concat<axis = 2>(v1, x)  z = MatMul(pb, vb)
+    }""")
+    assert unify_lengths(model.graph)
+    assert [str(v.shape[2]) for v in model.graph.inputs[1:] if v.shape] == ["p", "p", "r", "r"]
+    assert not unify_lengths(model.graph)
 
 
 def test_names_that_exporters_declare_and_that_do_not_hold(tmp_path: Path) -> None:

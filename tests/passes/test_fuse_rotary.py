@@ -9,7 +9,9 @@ import pytest
 import tiny_caches
 from fusing import CPU, Fused, fuse, run
 
-from qgraph.passes.fuse_rotary import POSITIONS
+from qgraph.errors import InputError
+from qgraph.passes.fuse_transformer import FuseTransformer
+from qgraph.passes.fusion import POSITIONS
 
 RNG = np.random.default_rng(0)
 HEADS, SIZE = 2, 16
@@ -24,6 +26,11 @@ ANGLES = {
         f = Cast<to = 1>(p3)  a = Mul(f, rates)""",
     "of unpadded tokens": """sum = CumSum(position_ids, one_i)  position = Sub(sum, one_i)
         p3 = Unsqueeze(position, last)  f = Cast<to = 1>(p3)  a = Mul(f, rates)""",
+    "of rates for each row": """sizes = Shape(position_ids)  rows = Gather(sizes, first)
+        dims = Concat<axis = 0>(rows, eight, one)  column = Unsqueeze(rates, one)
+        expanded = Expand(column, dims)  rates3 = Cast<to = 1>(expanded)
+        p3 = Unsqueeze(position_ids, one)  f = Cast<to = 1>(p3)  product = MatMul(rates3, f)
+        a = Transpose<perm = [0, 2, 1]>(product)""",
     "looked up": "a = Gather<axis = 0>(angles, position_ids)",
     "by the length of the text": """p3 = Unsqueeze(position_ids, last)  f = Cast<to = 1>(p3)
         top = ReduceMax<keepdims = 0>(f)  long = Greater(top, forty)
@@ -87,6 +94,18 @@ def test_positions_by_place_go_into_the_attention(turn: str) -> None:
     assert found.difference(feeds(2, 9)) < 1e-5
 
 
+@pytest.mark.parametrize("step", ["Min(place, far)", "Mod(place, far)", "Clip(place, zero_i, far)"])
+def test_places_that_are_clamped_or_wrapped_further_on_are_not_counted_by_the_op(step: str) -> None:
+    bent = ANGLES["by place"].replace("Unsqueeze(place", "Unsqueeze(bent")
+    bent = bent.replace("row =", f"far = Constant<value_int = 20>()  bent = {step}  row =")
+    found = fuse(text(bent))
+    assert found.done["attention"] == 1
+    assert not rotates(found)
+    assert "says no positions" in found.missed["rotary"]
+    assert found.difference(feeds(2, 9)) < 1e-5
+    assert found.difference(feeds(2, 40)) < 1e-5
+
+
 def test_a_factor_of_the_angles_goes_into_the_tables() -> None:
     found = fuse(text(ANGLES["by place"], factor=1.25))
     assert rotates(found)
@@ -137,6 +156,18 @@ def test_a_position_beyond_the_table_is_refused(tmp_path: Path) -> None:
     given["position_ids"] = np.array([[POSITIONS]])
     with pytest.raises(Exception, match=f"out of range \\[0, {POSITIONS}\\)"):
         session.run(given)
+
+
+def test_how_far_tables_reach_is_an_option(tmp_path: Path) -> None:
+    path = tiny_caches.export("llama", tmp_path / "model.onnx")
+    found = fuse(path, options={"fuse_transformer.positions": "40000"})
+    (done,) = {step.detail for step in found.steps if step.rule == "attention"}
+    assert "rotary embedding of 40000 positions" in done
+    given = tiny_caches.feeds(np.ones((1, 3), np.int64), 1)
+    given["position_ids"] = np.array([[POSITIONS + 7000]])
+    assert found.difference(given) < 1e-4
+    with pytest.raises(InputError, match=r"positions=0: rotary tables have 1 to"):
+        FuseTransformer(positions=0)
 
 
 def test_the_file_holds_no_table(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+from checkpoint_folders import write_folder
 from fusing import run
 
 import qgraph
 from qgraph.check_kernels import Verdict
 from qgraph.checkpoints.opening import open_checkpoint
 from qgraph.cli import run as cli
-from qgraph.errors import InputError
 from qgraph.formats.base import parse
 from qgraph.passes.merged_source import MergedSource, can_merge
 from qgraph.rounding import RoundingSource
@@ -135,10 +135,58 @@ def test_a_checkpoint_has_the_linears_apart(fmt: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours.scales, theirs.scales)
 
 
-def test_biases_that_are_one_are_not_taken_apart(tmp_path: Path) -> None:
-    optimized(attention(bias=True), tmp_path / "out.onnx")
-    with pytest.raises(InputError, match=r"holds the biases of q, k, v as one.*--no-fuse"):
-        qgraph.export_checkpoint(tmp_path / "out.onnx", tmp_path / "gptq", layout="gptq")
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_checkpoint_has_their_biases_apart(tmp_path: Path, beside: bool) -> None:
+    """As the graph has them, whatever the float model's folder says."""
+    model = attention(bias=True)
+    values = {each.name: each.const_value for each in model.graph.initializers.values()}
+    arrays = {name: t.numpy() for name, t in values.items() if str(name).endswith(("t", "s"))}
+    del arrays["lengths"]
+    folder = None
+    if beside:
+        stored = {
+            name: array.T if array.ndim > 1 else array + ("k" in name)
+            for name, array in arrays.items()
+        }
+        folder = write_folder(tmp_path / "f", stored, {})
+    optimized(model, tmp_path / "out.onnx")
+    done = qgraph.export_checkpoint(
+        tmp_path / "out.onnx", tmp_path / "gptq", layout="compressed-tensors", like=folder
+    )
+    found = open_checkpoint(tmp_path / "gptq")
+    assert set(found.entries) | set(found.floats) == set(arrays)
+    for name in "qkv":
+        assert found.entries[f"{name}.weight"].bias == f"{name}.bias"
+        bias = found.floats[f"{name}.bias"]
+        np.testing.assert_array_equal(bias.rows(0, bias.shape[0]), arrays[f"{name}.bias"])
+    changed = [note for note in done.notes if "are not what the folder has" in note]
+    assert [note.rpartition(" ")[2] for note in changed] == ["k.bias"] * beside
+
+
+@pytest.mark.parametrize("fmt", ["int4:group=16", "uint4:group=32", "int8:group=16"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_that_came_packed_are_one_byte_for_byte(
+    fmt: str, bias: bool, tmp_path: Path
+) -> None:
+    options = {"format": fmt, "group": None}
+    apart = tmp_path / "apart.onnx"
+    optimized(attention(bias=bias), apart, fuse=False, **options)
+    qgraph.optimize(apart, tmp_path / "one.onnx")
+    before, after = (ir.load(path) for path in (apart, tmp_path / "one.onnx"))
+    ops = Counter(node.op_type for node in after.graph)
+    assert (ops["MatMulNBits"], ops["Add"]) == (1, 0)
+    (merged,) = [node for node in after.graph if node.op_type == "MatMulNBits"]
+    given = [node for node in before.graph if node.op_type == "MatMulNBits"]
+    for place in range(1, 3 + ("uint" in fmt)):
+        parts = [node.inputs[place] for node in given]
+        wanted = np.concatenate([v.const_value.numpy() for v in parts if v and v.const_value])
+        value = merged.inputs[place]
+        assert value is not None and value.const_value is not None
+        np.testing.assert_array_equal(value.const_value.numpy(), wanted)
+    feeds = {"x": np.random.default_rng(1).standard_normal((B, S, K)).astype(np.float32)}
+    old, new = (run(model, feeds) for model in (before, after))
+    for name, array in old.items():
+        np.testing.assert_allclose(new[name], array, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("option,linears", [("--fuse", 1), ("--no-fuse", 3)])

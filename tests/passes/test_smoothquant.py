@@ -142,7 +142,7 @@ def test_a_subsample_of_rows_is_checked_on_all() -> None:
         return rounded(index, rows)
 
     found(stage("int8-row", x, many, quantize=spy), x)
-    assert seen == [256] * (STEPS + 2) + [len(many)] * 2
+    assert seen == [256] * (STEPS + 4) + [len(many)] * 2
 
     def bad_on_all(index: int, rows: torch.Tensor) -> torch.Tensor:
         scaled = len(rows) == len(many) and not torch.equal(rows, many)

@@ -12,7 +12,8 @@ from qgraph import registry
 from qgraph.decoders import open_decoder
 from qgraph.errors import InputError
 from qgraph.runtimes.base import ValueSpec
-from qgraph.runtimes.decoding import CachePair, SessionDecoder, decoder_io
+from qgraph.runtimes.decoding import CachePair, Decoder, SessionDecoder, decoder_io
+from qgraph.runtimes.ort_decoding import OrtDecoder
 
 IDS = ValueSpec("input_ids", "int64", ("B", "T"))
 LOGITS = ValueSpec("logits", "float32", ("B", "T", 96))
@@ -89,6 +90,7 @@ def test_masks_positions_and_constants_are_known() -> None:
         ([IDS, ValueSpec("encoder_hidden_states", "float32", ("B", "S", 8))], [LOGITS],
          "also wants encoder_hidden_states"),
         ([IDS], [ValueSpec("pooled", "float32", ("B", 8))], "no output is logits"),
+        ([IDS], [ValueSpec("last_hidden_state", "float32", ("B", "T", 64))], "no output is logits"),
         ([IDS, cache("past.0")], [LOGITS], "1 pasts .* and 0 outputs"),
         ([IDS, cache("past.0", "B", 2, "P", "D")], [LOGITS, cache("present.0")],
          "the last axis of past.0 is D"),
@@ -129,3 +131,22 @@ def test_the_shared_buffer_stays_where_it_is(tmp_path: Path) -> None:
     after = past.numpy()
     assert (before[:, :, :3] == after[:, :, :3]).all()
     assert after[:, :, 3].any() and not after[:, :, 4:].any()
+
+
+def test_weights_that_caches_do_not_hold_are_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled: list[Decoder] = []
+
+    def settle(self: Decoder) -> int:
+        settled.append(self)
+        return 0
+
+    monkeypatch.setattr(OrtDecoder, "settle", settle)
+    path = attention_decoder(tmp_path / "model.onnx")
+    runtime = registry.load("target", "ort-cpu")
+    open_decoder(runtime, path)
+    assert settled == []
+    monkeypatch.setattr("qgraph.decoders.LARGE", 1000)
+    decoder = open_decoder(runtime, path).decoder
+    assert settled == [decoder]

@@ -58,7 +58,7 @@ class Fused:
         )
 
 
-def evaluate(model: bytes, feeds: Sequence[Feeds]) -> list[Arrays]:
+def evaluate(model: bytes | Path, feeds: Sequence[Feeds]) -> list[Arrays]:
     """What proves a fusion: ONNX Runtime on the CPU, without optimizations."""
     session = CPU.open(model, reference=True, threads=1)
     return [session.run(each) for each in feeds]
@@ -78,7 +78,8 @@ def fuse(source: str | Path | ir.Model | Graph, **recipe: object) -> Fused:
     capabilities = CPU.capabilities()
     plan = make_plan(after.sites(), Recipe(**recipe), capabilities)
     context = Context(plan, capabilities, evaluate=evaluate)
-    steps = registry.load("pass", "fuse_transformer")().run(after, context)
+    kind = registry.load("pass", "fuse_transformer")
+    steps = plan.recipe.configured("fuse_transformer", kind).run(after, context)
     after.verify()
     registry.load("pass", "cleanup")().run(after, context)
     after.verify()

@@ -49,8 +49,14 @@ def _config(kind: str) -> Any:
     return makers[kind]()
 
 
-def export(kind: str, path: Path, *, opset: int = 17, attention: str = "sdpa") -> Path:
-    """Write a decoder by TorchScript's exporter, its inputs and outputs named as Optimum does."""
+def export(
+    kind: str, path: Path, *, opset: int = 17, attention: str = "sdpa", dynamo: bool = False
+) -> Path:
+    """Write a decoder, its inputs and outputs named as Optimum does.
+
+    dynamo: by the exporter of torch.export, which gives each cache's length a name of its own,
+        instead of TorchScript's.
+    """
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -87,10 +93,17 @@ def export(kind: str, path: Path, *, opset: int = 17, attention: str = "sdpa") -
     axes |= {"attention_mask": {0: "batch", 1: "total"}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.onnx.export(
-            Cached(), (*(tensors[name] for name in names[:3]), past), str(path), dynamo=False,
-            opset_version=opset, input_names=names, output_names=outputs, dynamic_axes=axes,
+        options: dict[str, Any] = {"dynamic_axes": axes, "f": str(path)}
+        if dynamo:
+            free = torch.export.Dim.DYNAMIC
+            two, cache = {0: free, 1: free}, {0: free, 2: free}
+            options = {"dynamic_shapes": (two, two, two, [[cache] * 2] * LAYERS), "verbose": False}
+        program = torch.onnx.export(
+            Cached(), (*(tensors[name] for name in names[:3]), past), dynamo=dynamo,
+            opset_version=opset, input_names=names, output_names=outputs, **options,
         )  # fmt: skip
+        if program is not None:
+            program.save(str(path))
     return path
 
 

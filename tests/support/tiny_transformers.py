@@ -32,10 +32,11 @@ class Tiny:
         return found
 
 
-def tiny(kind: str, attention: str = "sdpa") -> Tiny:
+def tiny(kind: str, attention: str = "sdpa", *, positions: bool = False) -> Tiny:
     """One of `llama`, `qwen3`, `gemma`, `gpt2`, `bert`, `vit`, with random weights.
 
     attention: `sdpa`, or `eager`, which TorchScript's exporter needs below opset 14.
+    positions: whether `position_ids` are an input too.
     """
     import torch
     import transformers as hf
@@ -71,9 +72,8 @@ def tiny(kind: str, attention: str = "sdpa") -> Tiny:
     ids = generator.integers(0, 96, (2, 7))
     axes = {0: "batch", 1: "sequence"}
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-    return Tiny(
-        _Wrapped(inner, head, "input_ids", "attention_mask"), feeds, dict.fromkeys(feeds, axes)
-    )
+    feeds |= {"position_ids": np.tile(np.arange(7), (2, 1))} if positions else {}
+    return Tiny(_Wrapped(inner, head, *feeds), feeds, dict.fromkeys(feeds, axes))
 
 
 def _Wrapped(inner: Any, head: bool, *names: str) -> Any:  # noqa: N802

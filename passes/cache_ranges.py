@@ -1,0 +1,159 @@
+"""What keys and values of a cache span over calibration data: the largest magnitude of a channel.
+
+Two channels that a rotary embedding turns together have one range, the largest length of the pair:
+turning keeps lengths, so ranges that were found on short texts hold at every position. The range
+of each channel alone grows with the length of the text, up to that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from qgraph.calibration import Calibration
+from qgraph.decoder_graph import head_size
+from qgraph.errors import InputError
+from qgraph.formats.base import Array
+from qgraph.observers import MinMax
+from qgraph.passes.matching import made_by
+
+PAST_KEY, PAST_VALUE = 3, 4
+PRESENT_KEY, PRESENT_VALUE = 1, 2
+_COSINES = 7
+_VIEWS = ("Reshape", "Transpose", "Identity", "Cast")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cached:
+    """An attention with a cache of `heads` heads of `size` channels, `[B, heads, T, size]`.
+
+    pairs: the channels of keys that are turned together, int64 `[pairs, 2]`.
+    """
+
+    node: ir.Node
+    heads: int
+    size: int
+    pairs: Array
+
+    @property
+    def name(self) -> str:
+        """Of the node."""
+        return self.node.name or ""
+
+    @property
+    def pasts(self) -> tuple[ir.Value, ir.Value]:
+        """The inputs of the graph that hold keys and values."""
+        key, value = self.node.inputs[PAST_KEY], self.node.inputs[PAST_VALUE]
+        assert key is not None and value is not None
+        return key, value
+
+    @property
+    def presents(self) -> tuple[ir.Value, ir.Value]:
+        """The outputs of the graph that go on from them."""
+        return self.node.outputs[PRESENT_KEY], self.node.outputs[PRESENT_VALUE]
+
+
+def cached(node: ir.Node) -> Cached:
+    """What is known of an attention that has a past.
+
+    Raises:
+        InputError: the size of its heads is not known.
+    """
+    size, heads = head_size(node), node.attributes.get_int("kv_num_heads", 0)
+    if size is None or not heads:
+        raise InputError(f"--kv-cache: the size of a head of {node.name} is not known")
+    return Cached(node, heads, size, _pairs(node, size))
+
+
+def _pairs(node: ir.Node, size: int) -> Array:
+    """The pairs of channels that the node, or a rotary embedding in front of its key, turns."""
+    turning = node if node.attributes.get_int("do_rotary", 0) else _rotary(node.inputs[1])
+    if turning is None:
+        return np.empty((0, 2), np.int64)
+    half = size // 2
+    table = node.inputs[_COSINES] if turning is node and len(node.inputs) > _COSINES else None
+    if table is not None and table.shape is not None and isinstance(table.shape[-1], int):
+        half = table.shape[-1]
+    elif turning is not node:
+        half = turning.attributes.get_int("rotary_embedding_dim", 0) // 2 or half
+    names = ("rotary_interleaved", "interleaved")
+    if any(turning.attributes.get_int(name, 0) for name in names):
+        return np.arange(2 * half).reshape(-1, 2)
+    return np.stack([np.arange(half), np.arange(half) + half], 1)
+
+
+def _rotary(key: ir.Value | None) -> ir.Node | None:
+    """The rotary embedding that a key comes from."""
+    while (view := made_by(key, *_VIEWS)) is not None:
+        key = view.inputs[0]
+    node = key.producer() if key is not None else None
+    return node if node is not None and node.op_type == "RotaryEmbedding" else None
+
+
+@dataclasses.dataclass(eq=False)
+class CacheRanges:
+    """The largest magnitudes of the channels of one attention, as batches stream by.
+
+    keys, values: `[heads, size]` each, once something was seen.
+    """
+
+    attention: Cached
+
+    def __post_init__(self) -> None:
+        names = [value.name or "" for value in self.attention.presents]
+        self._keys, self._values = (MinMax(f"the cache {name}", axis=-1) for name in names)
+        self._lengths = MinMax(f"the cache {names[0]}", axis=-1)
+
+    def update(self, found: Mapping[str, Array], mask: Array | None) -> None:
+        """Look at the keys and values `[B, heads, T, size]` of one batch, padding left out."""
+        keys, values = (_tokens(found[value.name or ""], mask) for value in self.attention.presents)
+        self._keys.update(keys.reshape(len(keys), -1))
+        self._values.update(values.reshape(len(values), -1))
+        if len(self.attention.pairs):
+            first, second = self.attention.pairs.T
+            lengths = np.hypot(keys[..., first], keys[..., second])
+            self._lengths.update(lengths.reshape(len(lengths), -1))
+
+    @property
+    def keys(self) -> Array:
+        """Of a pair that is turned together both have its largest length."""
+        largest = self._shaped(self._keys)
+        if len(self.attention.pairs):
+            lengths = self._lengths.range()[1].reshape(self.attention.heads, -1)
+            for side in self.attention.pairs.T:
+                largest[:, side] = lengths
+        return largest
+
+    @property
+    def values(self) -> Array:
+        """Each channel's own."""
+        return self._shaped(self._values)
+
+    def _shaped(self, watching: MinMax) -> Array:
+        low, high = watching.range()
+        return np.maximum(-low, high).reshape(self.attention.heads, self.attention.size)
+
+
+def _tokens(array: Array, mask: Array | None) -> Array:
+    """`[B, heads, T, size]` → `[tokens, heads, size]`, without padding."""
+    rows = array.transpose(0, 2, 1, 3).astype(np.float32)
+    if mask is not None and mask.shape == rows.shape[:2]:
+        return rows[mask]
+    return rows.reshape(-1, *rows.shape[2:])
+
+
+def observe(
+    attentions: Iterable[Cached], results: Iterable[Mapping[str, Array]], data: Calibration
+) -> dict[str, tuple[Array, Array]]:
+    """By attention the largest magnitudes of keys and values, each `[heads, size]`.
+
+    results: of each batch of `data`, the presents by name.
+    """
+    watching = [CacheRanges(each) for each in attentions]
+    for found, mask in zip(results, data.masks, strict=True):
+        for each in watching:
+            each.update(found, mask)
+    return {each.attention.name: (each.keys, each.values) for each in watching}

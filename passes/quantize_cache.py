@@ -1,0 +1,297 @@
+"""The cache of keys and values in 8 or 4 bits, by scales from calibration data."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, NoReturn, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from qgraph.calibration import Calibration
+from qgraph.decoder_graph import CACHE_BITS, CACHING, cache_bits, names_cache
+from qgraph.divergence import kl_divergence
+from qgraph.errors import InputError
+from qgraph.formats.base import Array
+from qgraph.formats.kv_cache import CacheFormat
+from qgraph.graph import Graph
+from qgraph.held_out import fewer, rows_in, samples_of, split
+from qgraph.paired import find_logits
+from qgraph.passes.add_cache import MASK, POSITIONS
+from qgraph.passes.base import Context, Pass
+from qgraph.passes.cache_ranges import PAST_KEY, PAST_VALUE, Cached, cached, observe
+from qgraph.report import Step
+from qgraph.rewrite import Rewriter
+
+_SCALES = (12, 13)
+_KINDS = ("k_quant_type", "v_quant_type")
+_SPREAD = {"tensor": "PER_TENSOR", "channel": "PER_CHANNEL"}
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+Scales: TypeAlias = Mapping[str, tuple[Array, Array]]
+"""By attention, those of its keys and of its values."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CacheFinding:
+    """What calibration found, kept while the passes run again.
+
+    tokens: that the scales were found on. divergence: KL(float cache ‖ this one) in nats a token,
+        on `held` tokens; None for a model without logits. apart: whether those were held out.
+    bytes_before, bytes_after: of the cache, for each token.
+    """
+
+    format: CacheFormat
+    scales: Scales
+    tokens: int
+    divergence: float | None
+    held: int
+    apart: bool
+    bytes_before: int
+    bytes_after: int
+
+    @property
+    def line(self) -> str:
+        """What the run says of it."""
+        sizes = f"{self.bytes_before:,} → {self.bytes_after:,} bytes a token"
+        found = f"kv cache: {self.format.name}, one scale a {self.format.scale}, {sizes}"
+        if self.divergence is None:
+            return found
+        where = "held out" if self.apart else "of the calibration itself: there is one sample"
+        return (
+            f"{found}; KL divergence {self.divergence:.2g} from the same model with a float cache, "
+            f"on {self.held} tokens {where}"
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """For the report's totals."""
+        found = dataclasses.asdict(self)
+        del found["scales"], found["format"]
+        return {"format": self.format.name, "scale": self.format.scale, **found}
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeCache(Pass):
+    """Attention that keeps floats keeps codes, and reads them as codes times scales.
+
+    before:  GroupQueryAttention(q, k, v, past.key, past.value, …) → y, present.key, present.value
+    after:   GroupQueryAttention<bits, per channel>(q, k, v, past.key (int8), past.value (int8),
+             …, k_scale, v_scale) → y, present.key (int8), present.value (int8)
+    """
+
+    name: ClassVar[str] = "quantize_cache"
+    tokens: int = 8192
+    """Calibration tokens that the scales are found on, at most (whole samples)."""
+    held: int = 1024
+    """Tokens held out that the divergence is measured on, at most (whole samples, one at least)."""
+
+    def run(self, graph: Graph, context: Context) -> list[Step]:
+        """Quantize the cache of every attention, or refuse the graph with what stands against."""
+        asked = context.plan.recipe.kv_cache
+        if not asked:
+            return []
+        wanted, found = CacheFormat.parse(asked), _attentions(graph.model)
+        sizes = [_sizes(each, wanted) for each in found]
+        if context.findings.cache is None:
+            assert context.calibration is not None
+            before, after = (sum(each) for each in zip(*sizes, strict=True))
+            measured = self._measure(graph.model, wanted, context.calibration)
+            context.findings.cache = CacheFinding(wanted, *measured, before, after)
+        finding: CacheFinding = context.findings.cache
+        _rewrite(graph.model, wanted, finding.scales)
+        detail = f"{wanted.name}, one scale a {wanted.scale}"
+        return [
+            Step(self.name, "cache", each.name, "done", None, detail, *size)
+            for each, size in zip(found, sizes, strict=True)
+        ]
+
+    def _measure(
+        self, model: ir.Model, wanted: CacheFormat, data: Calibration
+    ) -> tuple[Scales, int, float | None, int, bool]:
+        """The scales, and what the cache that they make costs: see `CacheFinding`."""
+        several = sum(map(rows_in, data.batches)) > 1
+        seen, held = split(data) if several else (data, data)
+        seen, held = fewer(seen, self.tokens, cut=False), fewer(held, self.held, cut=False)
+        with tempfile.TemporaryDirectory(prefix="qgraph-") as folder:
+            path = Path(folder) / "float.onnx"
+            ir.save(model, path, external_data="float.data")
+            spans = _spans(path, seen)
+            scales = {name: (wanted.scales(k), wanted.scales(v)) for name, (k, v) in spans.items()}
+            divergence, positions = _divergence(path, wanted, scales, held)
+        return scales, seen.tokens, divergence, positions, several
+
+
+def _sizes(attention: Cached, wanted: CacheFormat) -> tuple[int, int]:
+    """Bytes of one token in the cache of an attention, as it is and as it is wanted.
+
+    Raises:
+        InputError: see `CacheFormat.width`.
+    """
+    dtype = attention.pasts[0].dtype
+    assert dtype is not None
+    count = 2 * attention.heads
+    return count * attention.size * dtype.bitwidth // 8, count * wanted.width(attention.size)
+
+
+def _attentions(model: ir.Model) -> list[Cached]:
+    """Every attention with a cache, in order.
+
+    Raises:
+        InputError: there is none, or one whose cache cannot be quantized.
+    """
+    pasts = [value for value in model.graph.inputs if _is_past(value)]
+    found = [node for node in model.graph if node.op_type == CACHING and _past(node)]
+    if not found:
+        reader = next((node for value in pasts for node, _ in value.uses()), None)
+        if reader is None:
+            _refuse("the model has no cache: add one with --add-cache, or export it with one")
+        _refuse(
+            f"no attention became {CACHING}: {reader.name} ({reader.op_type}) reads the cache, and "
+            "`qgraph explain` says what was fused and what was not"
+        )
+    for node in found:
+        _check(node)
+    for value in pasts:
+        readers = [node for node, _ in value.uses() if node not in found]
+        if readers:
+            _refuse(
+                f"{value.name} is read by {readers[0].name} ({readers[0].op_type}), no attention "
+                f"that was fused into {CACHING}; `qgraph explain` says why it was not"
+            )
+    return [cached(node) for node in found]
+
+
+def _is_past(value: ir.Value) -> bool:
+    return value.shape is not None and names_cache(value.name, len(value.shape))
+
+
+def _past(node: ir.Node) -> bool:
+    return len(node.inputs) > PAST_VALUE and node.inputs[PAST_KEY] is not None
+
+
+def _check(node: ir.Node) -> None:
+    """Refuse an attention whose past or present is more than its own."""
+    if cache_bits(node):
+        _refuse(f"the cache of {node.name} is quantized already: start from the float model")
+    for value in node.inputs[PAST_KEY : PAST_VALUE + 1]:
+        assert value is not None
+        others = [other for other, _ in value.uses() if other is not node]
+        if not value.is_graph_input() or others:
+            what = f"is also read by {others[0].name}" if others else "is no input of the model"
+            _refuse(f"the past {value.name} of {node.name} {what}")
+        if value.dtype not in _FLOATS:
+            _refuse(f"the past {value.name} of {node.name} is {value.dtype}, not floats")
+    for value in node.outputs[1:3]:
+        if not value.is_graph_output() or value.uses():
+            _refuse(f"the present {value.name} of {node.name} is no output of the model alone")
+
+
+def _refuse(why: str) -> NoReturn:
+    raise InputError(f"--kv-cache: {why}")
+
+
+def _rewrite(model: ir.Model, wanted: CacheFormat, scales: Scales) -> None:
+    """Give every attention its scales, and its past and present their types."""
+    rewriter = Rewriter(model)
+    for each in _attentions(model):
+        node = each.node
+        node.resize_inputs(max(len(node.inputs), _SCALES[1] + 1))
+        for at, array, present in zip(_SCALES, scales[each.name], each.presents, strict=True):
+            node.replace_input_with(at, rewriter.constant(f"{present.name}.scale", array))
+        node.attributes.add(ir.AttrInt64(CACHE_BITS, wanted.bits))
+        for kind in _KINDS:
+            node.attributes.add(ir.AttrString(kind, _SPREAD[wanted.scale]))
+        width = wanted.width(each.size)
+        for value in (*each.pasts, *each.presents):
+            value.type = ir.TensorType(wanted.data_type)
+            if value.shape is not None:
+                value.shape = ir.Shape([*value.shape[:-1], width])
+
+
+def _spans(path: Path, data: Calibration) -> dict[str, tuple[Array, Array]]:
+    """What the caches of the model at `path` span over calibration data."""
+    model = ir.load(path)
+    found = _attentions(model)
+    model.graph.outputs[:] = [value for each in found for value in each.presents]
+    inputs = list(model.graph.inputs)
+    feeds = (_completed(inputs, *each) for each in zip(data.batches, data.masks, strict=True))
+    return observe(found, data.run(_beside(path, model, "spans"), feeds), data)
+
+
+def _divergence(
+    path: Path,
+    wanted: CacheFormat,
+    scales: Scales,
+    data: Calibration,
+) -> tuple[float | None, int]:
+    """KL(float cache ‖ quantized cache) of the model at `path`, and on how many tokens."""
+    model = ir.load(path)
+    attentions = _attentions(model)
+    pasts = {
+        str(past.name): scale
+        for each in attentions
+        for past, scale in zip(each.pasts, scales[each.name], strict=True)
+    }
+    presents = {value.name for each in attentions for value in each.presents}
+    shapes = [(str(v.name), tuple(v.shape or ())) for v in model.graph.outputs
+              if v.name not in presents and v.dtype in _FLOATS]  # fmt: skip
+    logits = find_logits(shapes, model)
+    if logits is None:
+        return None, 0
+    inputs = list(model.graph.inputs)
+    samples = list(samples_of(data))  # one by one: logits of several at once take much memory
+    masks = [sample[MASK].astype(bool) if MASK in sample else None for sample in samples]
+    feeds = [_completed(inputs, *each) for each in zip(samples, masks, strict=True)]
+    before = data.run(path, feeds)
+    _rewrite(model, wanted, scales)
+    rounded = (
+        {name: wanted.quantize(x, pasts[name]) if name in pasts else x for name, x in feed.items()}
+        for feed in feeds
+    )
+    after = data.run(_beside(path, model, "rounded"), rounded)
+    found = []
+    for one, two, mask in zip(before, after, masks, strict=True):
+        each = kl_divergence(one[logits], two[logits])
+        found.append(each[mask] if mask is not None and mask.shape == each.shape else each.ravel())
+    kl = np.concatenate(found)
+    return float(kl.mean()), len(kl)
+
+
+def _beside(path: Path, model: ir.Model, name: str) -> Path:
+    """The graph of `model`, whose weights are those at `path`, as a file beside it."""
+    other = path.with_name(f"{name}.onnx")
+    other.write_bytes(ir.serde.serialize_model(model).SerializeToString())
+    return other
+
+
+def _rows(batch: Mapping[str, Array]) -> Array:
+    """The tokens `[rows, T]` of a batch."""
+    tokens = [a for a in batch.values() if a.ndim == 2 and np.issubdtype(a.dtype, np.integer)]
+    return tokens[0] if tokens else np.empty((1, 0), np.int64)
+
+
+def _completed(
+    inputs: Sequence[ir.Value], batch: Mapping[str, Array], mask: Array | None
+) -> dict[str, Array]:
+    """A batch for a model that was given a cache: mask, positions, and pasts of no tokens."""
+    tokens = _rows(batch)
+    valid = np.ones(tokens.shape, np.int64) if mask is None else mask.astype(np.int64)
+    made = {MASK: valid, POSITIONS: np.maximum(np.cumsum(valid, -1) - 1, 0)}
+    found: dict[str, Array] = {}
+    for value in inputs:
+        name = value.name or ""
+        if value.is_initializer():
+            continue
+        if name in batch:
+            found[name] = batch[name]
+        elif name in made:
+            found[name] = made[name]
+        elif _is_past(value):
+            assert value.shape is not None and value.dtype is not None
+            heads, size = (int(str(value.shape[axis])) for axis in (1, 3))
+            found[name] = np.zeros((len(tokens), heads, 0, size), value.dtype.numpy())
+    return found
