@@ -125,7 +125,8 @@ def _apply(candidate: Candidate, shared: FusionContext, check: FusionCheck) -> S
     if candidate.merged:
         linear = next(node for node in builder.made if node.op_type == "MatMulNBits")
         shared.findings.merged[str(linear.name)] = candidate.merged
-    was = candidate.node.op_type
+    merged = len(candidate.merged)
+    was = f"{merged} linears" if merged else candidate.node.op_type
     old = list(_region(candidate.outputs, candidate.inputs))
     _replace(candidate, new, shared.rewriter)
     shared.made[_producer(new[0])] = candidate
