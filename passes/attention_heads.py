@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -54,19 +55,25 @@ def joined(builder: Builder) -> ir.Value:
 
 def unviewed(value: ir.Value | None, factors: bool = True) -> Scaled | None:
     """Walk back through views, and factors that are one constant."""
+    found = [*_back(value, factors)]
+    return found[-1] if found else None
+
+
+def _back(value: ir.Value | None, factors: bool) -> Iterator[Scaled]:
+    """`value`, and what it is a view of or a multiple of, each with the factor on the way."""
     factor = 1.0
     while value is not None:
+        yield Scaled(value, factor)
         node = value.producer()
         if node is None or node.domain:
-            break
+            return
         if node.op_type in _VIEWS:
             value = node.inputs[0]
             continue
         scaled = scaling(node) if factors else None
         if scaled is None:
-            break
+            return
         value, factor = scaled.value, factor * scaled.factor
-    return None if value is None else Scaled(value, factor)
 
 
 def scaling(node: ir.Node | None) -> Scaled | None:
@@ -92,21 +99,11 @@ def heads_of(
     factors: whether there may be any.
     """
     found, factor = None, 1.0
-    current: ir.Value | None = value
-    while current is not None:
-        layout = _layout(current, count, size)
-        found = Heads(current, layout) if layout else found
-        node = current.producer()
-        if node is None or node.domain:
-            break
-        if node.op_type in _VIEWS:
-            current = node.inputs[0]
-            continue
-        scaled = scaling(node) if factors else None
-        if scaled is None:
-            break
-        current, factor = scaled.value, factor * scaled.factor
-        found = None
+    for each in _back(value, factors):
+        if each.factor != factor:  # what was found before is not yet multiplied
+            found, factor = None, each.factor
+        layout = _layout(each.value, count, size)
+        found = Heads(each.value, layout) if layout else found
     return None if found is None else (found, factor)
 
 

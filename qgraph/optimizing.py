@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,8 +43,8 @@ from qgraph.run_notes import (
     check_paths,
     elsewhere,
     lacking,
-    peak_rss,
     plan_notes,
+    plan_totals,
     stored_bytes,
     write_report,
 )
@@ -456,16 +454,8 @@ class Run:
         self._start("")
         plan = plan if self.dry_run else as_solved(plan, self.findings.solved)
         after = sum(path.stat().st_size for path in files) or stored_bytes(lowered.model)
-        coverage = plan.coverage
-        self.report.totals = {
-            **{k: v for k, v in dataclasses.asdict(coverage).items() if k != "refused"},
-            "bytes_before": before,
-            "bytes_after": after,
-            "seconds": self.seconds,
-            "peak_rss_bytes": peak_rss(),
-            "kernels": Counter(item.kernel for item in plan.decisions if item.kernel is not None),
-            "files": [{"path": str(path), "bytes": path.stat().st_size} for path in files],
-        }
+        sizes = {"bytes_before": before, "bytes_after": after}
+        self.report.totals = {**plan_totals(plan, files), **sizes, "seconds": self.seconds}
         fusions = fusion_rows(self.report.steps)
         self.report.totals["fusions"] = to_metadata(fusions)
         self.report.notes.extend(filter(None, [summary(fusions, self.dry_run)]))
@@ -485,8 +475,7 @@ class Run:
             fused = {"fusions": to_metadata(fusions)} if fusions else {}
             content = {**plan.to_json(), "predicted": predicted, **fused}
             write_report(report, content if self.dry_run else self.report.to_json(), files)
-        verb = "quantized" if files else "would quantize"
-        line = coverage.line(verb, (before, after))
+        line = plan.coverage.line("quantized" if files else "would quantize", (before, after))
         return Result(lowered, plan, self.report, files, line, self.prediction, self.lacks)
 
     def _start(self, name: str, total: int = 0) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -271,3 +273,15 @@ def _unwritable(report: Path, error: OSError, files: Sequence[Path] = ()) -> Inp
     if files:
         words += f"\nthe model was written to {files[0]}; only the report is missing or incomplete"
     return InputError(words)
+
+
+def plan_totals(plan: QuantPlan, files: Sequence[Path]) -> dict[str, object]:
+    """What a report adds up: coverage, kernels, the files written (bytes), memory (bytes)."""
+    coverage = dataclasses.asdict(plan.coverage)
+    del coverage["refused"]
+    return {
+        **coverage,
+        "peak_rss_bytes": peak_rss(),
+        "kernels": Counter(item.kernel for item in plan.decisions if item.kernel is not None),
+        "files": [{"path": str(path), "bytes": path.stat().st_size} for path in files],
+    }
