@@ -1,6 +1,6 @@
 """SmolLM2-135M on a prompt and on one token, by what it was made for.
 
-    python tests/benchmarks/prefill.py --text TEST --calibrate TRAIN \
+    python tests/benchmarks/prefill.py --text TEST --calibrate TRAIN [--models FOLDER] \
         --out tests/benchmarks/results/prefill.json
 
 A prompt of 256 tokens: `--for prefill` against float and against 4 bits (groups of 64). One token
@@ -9,8 +9,11 @@ alternate, and the order turns; ratios of medians with the range over the rounds
 chosen by times measured here (`--tune`), kept in the user's cache. With `--calibrate`, prefill
 models with smoothed channels besides: with scales chosen activation by activation (`int8-auto`,
 what `--for prefill` takes), also with float columns where they are far larger than others; and with
-8 float columns everywhere and a scale for each row, or one from calibration, for all. With
-`--text`, what each loses (KL to float, nats a token, blocks of 256 tokens).
+8 float columns everywhere and a scale for each row, or one from calibration, for all; and the
+first of these beside float from the other export, the exporter's defaults. With `--models` the
+models stay in a folder, and are taken from it the next time: make them with `--rounds 0`, and time
+them when the machine is idle. With `--text`, what each loses (KL to float, nats a token, blocks of
+256 tokens).
 """
 
 from __future__ import annotations
@@ -38,9 +41,9 @@ THRESHOLD = "4.5"
 """In float stay columns whose largest input is this many times that of the median one."""
 
 
-def made(folder: Path, source: Path, calibrate: Path | None, samples: int) -> dict[str, Any]:
-    """The models, by side, with what `optimize` says of each."""
-    asked: dict[str, dict[str, Any]] = {
+def asked(calibrate: Path | None, samples: int) -> dict[str, dict[str, Any]]:
+    """Options of each model, by side; `default` is from the exporter's default graph."""
+    found: dict[str, dict[str, Any]] = {
         "int4": {"group": 64},
         **{name: {"purpose": name, "tune": True} for name in ("decode", "prefill", "both")},
     }
@@ -51,14 +54,28 @@ def made(folder: Path, source: Path, calibrate: Path | None, samples: int) -> di
             "tokenizer": str(smollm2.tokenizer()),
         }  # fmt: skip
         columns = {**smoothed, "outliers": OUTLIERS}
-        asked["prefill_auto"] = smoothed
+        found["prefill_auto"] = smoothed
         few = {"lower_w8a8.threshold": THRESHOLD}
-        asked["prefill_auto_columns"] = {**columns, "options": few}
-        asked["prefill_smoothed"] = {**columns, "activations": "int8-row"}
-        asked["prefill_static"] = {**columns, "activations": "int8-static"}
-    found: dict[str, Any] = {}
-    for side, options in asked.items():
-        result = qgraph.optimize(source, folder / f"{side}.onnx", **options)
+        found["prefill_auto_columns"] = {**columns, "options": few}
+        found["prefill_smoothed"] = {**columns, "activations": "int8-row"}
+        found["prefill_static"] = {**columns, "activations": "int8-static"}
+        found["prefill_auto_default"] = smoothed
+    return found
+
+
+def source_of(side: str) -> Path:
+    """The float model of a side."""
+    return smollm2.build(variant="default" if side.endswith("_default") else "plain")
+
+
+def made(folder: Path, calibrate: Path | None, samples: int) -> dict[str, Any]:
+    """The models, by side, with what `optimize` says of each; those in `folder` as they are."""
+    notes = folder / "made.json"
+    found = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else {}
+    for side, options in asked(calibrate, samples).items():
+        if side in found:
+            continue
+        result = qgraph.optimize(source_of(side), folder / f"{side}.onnx", force=True, **options)
         totals = result.report.totals
         second = [item.many for item in result.plan.decisions if item.many is not None]
         found[side] = {
@@ -68,6 +85,7 @@ def made(folder: Path, source: Path, calibrate: Path | None, samples: int) -> di
             "from_rows": second[0].from_rows if second else None,
             "times": [note for note in result.report.notes if ": at " in note],
         }
+        notes.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
     return found
 
 
@@ -101,12 +119,12 @@ def alternated(
     return result
 
 
-def losses(source: Path, models: dict[str, Path], text: Path, samples: int) -> dict[str, float]:
+def losses(models: dict[str, Path], text: Path, samples: int) -> dict[str, float]:
     """KL to float by side; a model for both runs its second weights on blocks of 256 tokens."""
     found = {}
     for side, model in models.items():
         compared = qgraph.compare(
-            source, model, text=text, tokenizer=smollm2.tokenizer(), samples=samples,
+            source_of(side), model, text=text, tokenizer=smollm2.tokenizer(), samples=samples,
             sequence=PROMPT, sites=False,
         )  # fmt: skip
         assert compared.divergence is not None
@@ -124,24 +142,39 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--models", type=Path, help="keep the models here")
     arguments = parser.parse_args()
-    source = smollm2.build(variant="plain")
+    if arguments.models is not None:
+        arguments.models.mkdir(parents=True, exist_ok=True)
+        measured(arguments.models, arguments)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            measured(Path(folder), arguments)
+
+
+def measured(folder: Path, arguments: argparse.Namespace) -> None:
+    """See `main`."""
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{usable_cores()} cores, {cpu_name()}",
         "versions": {"qgraph": qgraph.__version__, "onnxruntime": ort.__version__},
     }
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        result["models"] = made(folder, source, arguments.calibrate, arguments.calibration_samples)
-        models = {side: folder / f"{side}.onnx" for side in result["models"]}
-        prompt = {"float": source, **{k: v for k, v in models.items() if k != "decode"}}
+    result["models"] = made(folder, arguments.calibrate, arguments.calibration_samples)
+    models = {side: folder / f"{side}.onnx" for side in result["models"]}
+    if arguments.rounds:
+        default = {k: v for k, v in models.items() if k.endswith("_default")}
+        sides = {k: v for k, v in models.items() if k not in (*default, "decode")}
         timing = (arguments.rounds, arguments.seconds)
+        prompt = {"float": source_of("float"), **sides}
         result["prompt"] = alternated(prompt, PROMPT, "prefill", *timing)
-        token = {"float": source, **{k: v for k, v in models.items() if "prefill" not in k}}
+        if default:
+            other = {"float": source_of("_default"), **default}
+            result["prompt_default"] = alternated(other, PROMPT, "prefill_auto_default", *timing)
+        token = {"float": source_of("float")}
+        token |= {k: v for k, v in models.items() if "prefill" not in k}
         result["token"] = alternated(token, TOKEN, "decode", *timing)
-        if arguments.text is not None:
-            result["kl"] = losses(source, models, arguments.text, arguments.samples)
+    if arguments.text is not None:
+        result["kl"] = losses(models, arguments.text, arguments.samples)
     print(json.dumps(result, indent=1))
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

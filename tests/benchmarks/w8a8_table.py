@@ -1,14 +1,15 @@
 """What rounded activations cost and gain on SmolLM2-135M: one table by one command.
 
     python tests/benchmarks/w8a8_table.py --text test.txt --calibrate valid.txt [--blocks N]
-        [--rows NAME …] [--out tests/benchmarks/results/w8a8_table.json]
+        [--rows NAME …] [--models FOLDER] [--out tests/benchmarks/results/w8a8_table.json]
 
 Linears (not the head) with 8-bit weights and rounded activations, head and embedding in float. KL
 and perplexity of `--blocks` × 256 tokens. Speed is how many times as fast as float the whole model
 runs, one token and a prompt of 256, both without a cache: the sides alternate in one process, the
 ratio is that of medians, with the least and the largest of any round. FP8 has no kernels on a CPU:
 its rows compute what a GPU would, in floats between QuantizeLinear and DequantizeLinear, and their
-speed is that of the simulation. One process a row.
+speed is that of the simulation. One process a row. All models are made first, then timed: with
+--models they stay, and `--only make` and `--only time` run one half, the latter on an idle machine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -63,8 +65,13 @@ ROWS: dict[str, dict[str, Any]] = {
 _NEED_DATA = ("int8-static", "int8-auto", "fp8")
 
 
+def model(folder: Path, name: str) -> Path:
+    """Where a row's model lies."""
+    return folder / f"{re.sub('[^a-z0-9]+', '-', name)}.onnx"
+
+
 def measure(source: Path, name: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One row."""
+    """One row but for its speed; the model stays in `folder`."""
     options = ROWS[name]
     if options["activations"] in _NEED_DATA or len(options) > 1:
         options = {
@@ -73,8 +80,9 @@ def measure(source: Path, name: str, arguments: argparse.Namespace, folder: Path
         }  # fmt: skip
     since = time.perf_counter()
     made = qgraph.optimize(
-        source, folder / "o.onnx", embedding="float", exclude="role:head", check=False, **options
-    )
+        source, model(folder, name), embedding="float", exclude="role:head", check=False,
+        force=True, **options
+    )  # fmt: skip
     seconds = time.perf_counter() - since
     divergence = qgraph.compare(
         source, made.files[0], text=arguments.text, tokenizer=smollm2.tokenizer(),
@@ -86,7 +94,6 @@ def measure(source: Path, name: str, arguments: argparse.Namespace, folder: Path
         "kl": divergence.mean,
         "perplexity": divergence.candidate_perplexity,
         "tokens": arguments.blocks * PROMPT,
-        "speed": speeds(source, made.files[0], arguments.rounds),
         "kernels": made.report.totals["kernels"],
         "outliers": sum(item.outliers for item in linears) / len(linears),
         "file_mb": sum(path.stat().st_size for path in made.files) / 1e6,
@@ -108,24 +115,26 @@ def speeds(source: Path, model: Path, rounds: int) -> dict[str, dict[str, float]
     return result
 
 
-def main() -> None:
-    """Measure the rows asked for and print them; with --out add them to the result file."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--calibrate", type=Path, required=True)
-    parser.add_argument("--samples", type=int, default=16, help="of calibration")
-    parser.add_argument("--sequence", type=int, default=512, help="tokens of each")
-    parser.add_argument("--blocks", type=int, default=20, help="of 256 tokens, for the KL")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", choices=list(ROWS), help="measure this row here, as JSON")
-    arguments = parser.parse_args()
-    if arguments.one:
-        with tempfile.TemporaryDirectory() as folder:
-            row = measure(smollm2.build(), arguments.one, arguments, Path(folder))
-        print(json.dumps(row))
-        return
+def apart(name: str, only: str, folder: Path) -> Any:
+    """What a half of one row says, run in a process of its own."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--one", name, "--only", only]
+    done = subprocess.run(
+        [*command, "--models", str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def one(arguments: argparse.Namespace) -> Any:
+    """A half of one row."""
+    if arguments.only == "make":
+        return measure(smollm2.build(), arguments.one, arguments, arguments.models)
+    return speeds(smollm2.build(), model(arguments.models, arguments.one), arguments.rounds)
+
+
+def table(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Every row asked for, added to those of the result file."""
     result: dict[str, Any] = {"rows": {}}
     if arguments.out is not None and arguments.out.exists():
         result = json.loads(arguments.out.read_text(encoding="utf-8"))
@@ -136,15 +145,43 @@ def main() -> None:
         "versions": {"qgraph": qgraph.__version__, "onnxruntime": ort.__version__},
         "calibration": f"{arguments.samples} × {arguments.sequence} tokens",
     }
-    for name in arguments.rows:
-        command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{name}: {done.stderr}")
-        result["rows"][name] = json.loads(done.stdout.strip().splitlines()[-1])
-        print(json.dumps({name: result["rows"][name]}), flush=True)
-        if arguments.out is not None:
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for only in [arguments.only] if arguments.only else ["make", "time"]:
+        for name in arguments.rows:
+            found = apart(name, only, folder)
+            row = result["rows"].setdefault(name, {})
+            row |= found if only == "make" else {"speed": found}
+            print(json.dumps({name: found}), flush=True)
+            if arguments.out is not None:
+                text = json.dumps(result, indent=1, ensure_ascii=False)
+                arguments.out.write_text(text + "\n", encoding="utf-8")
+    return result
+
+
+def main() -> None:
+    """Measure the rows asked for and print them; with --out add them to the result file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--calibrate", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=16, help="of calibration")
+    parser.add_argument("--sequence", type=int, default=512, help="tokens of each")
+    parser.add_argument("--blocks", type=int, default=20, help="of 256 tokens, for the KL")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--models", type=Path, help="keep the models here")
+    parser.add_argument("--only", choices=("make", "time"), help="one half, with --models")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", choices=list(ROWS), help="measure a half of this row, as JSON")
+    arguments = parser.parse_args()
+    if arguments.only and arguments.models is None:
+        parser.error("--only needs --models")
+    if arguments.one:
+        print(json.dumps(one(arguments)))
+    elif arguments.models is not None:
+        arguments.models.mkdir(parents=True, exist_ok=True)
+        table(arguments, arguments.models)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            table(arguments, Path(folder))
 
 
 if __name__ == "__main__":
