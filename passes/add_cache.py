@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
+import numpy as np
 import onnx_ir as ir
 
 from qgraph.decoder_graph import CACHING, head_size
 from qgraph.errors import InputError
 from qgraph.graph import Graph
+from qgraph.ort_versions import QUERY_LENGTHS
+from qgraph.passes.attention_ops import turned
 from qgraph.passes.attention_padding import NOT_ZERO
 from qgraph.passes.attention_past import Source, bias_of, padding_of
 from qgraph.passes.base import Context, Pass
@@ -63,8 +66,10 @@ class AddCache(Pass):
         model.graph.sort()
         if context.evaluate is not None:
             names = str(tokens.name), MASK, POSITIONS
+            told = context.capabilities.oldest >= QUERY_LENGTHS
             try:
-                prove_steps(before, model, names, context.evaluate)
+                for rows in (2,) if told else (2, 1):
+                    prove_steps(before, model, names, context.evaluate, rows, told or rows == 1)
             except InputError as error:
                 _refuse(str(error))
         return steps
@@ -219,14 +224,21 @@ def _cached(
     lengths = source.lengths(builder)
     told: list[ir.Value | None] = [*node.inputs, *[None] * (_SEQLENS + 1 - len(node.inputs))]
     told[_KEYS : _KEYS + 4] = [*pasts, lengths.last, lengths.total]
-    told[9] = positions if node.attributes.get_int("do_rotary", 0) else None
-    told[_SEQLENS] = lengths.new
+    plain = {key: each.value for key, each in node.attributes.items()}
+    if shared.capabilities.oldest >= QUERY_LENGTHS:
+        told[9] = positions if node.attributes.get_int("do_rotary", 0) else None
+        told[_SEQLENS] = lengths.new
+    elif plain.pop("do_rotary", 0):  # it would take a first prompt's positions to be 0, 1, …
+        turning = int(plain.pop("rotary_interleaved", 0))
+        told[:3] = _turned(builder, node, positions, size, turning)
+        told[7:9] = [None, None]
     told[_BIAS] = bias_of(builder, source, None, query.dtype)
+    while told[-1] is None:
+        told.pop()
     presents = [
         ir.Value(type=ir.TensorType(query.dtype), shape=ir.Shape([batch, pairs, _TOTAL, size]))
         for _ in names
     ]
-    plain = {key: each.value for key, each in node.attributes.items()}
     made, *present = builder.ops(
         CACHING, told, [node.outputs[0], *presents], domain=MICROSOFT, attributes=plain
     )
@@ -241,3 +253,26 @@ def _cached(
     result.name, made.name = f"{kind}/old", kind
     model.graph.remove(node, safe=True)
     new.name = old
+
+
+def _turned(
+    builder: Builder, node: ir.Node, positions: ir.Value, size: int, interleaved: int
+) -> list[ir.Value | None]:
+    """Queries, keys and values of an attention, the first two turned in front of it."""
+    counts = [node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads")]
+    query, key, value, cos = (node.inputs[index] for index in (0, 1, 2, 7))
+    assert query is not None and cos is not None
+    if key is None:
+        dims = [each * size for each in (*counts, counts[1])]
+        shapes = [ir.Shape([*(query.shape or (None, None))[:2], dim]) for dim in dims]
+        like = [ir.Value(type=query.type, shape=shape) for shape in shapes]
+        lengths = builder.constant("heads", np.array(dims, np.int64))
+        query, key, value = builder.ops("Split", [query, lengths], like, attributes={"axis": -1})
+    half = cos.shape[1] if cos.shape is not None else 0
+    part = 0 if not isinstance(half, int) or 2 * half == size else 2 * half
+    pair = [
+        turned(builder, heads, count, positions, node.inputs[7:9], interleaved=interleaved,
+               part=part)
+        for heads, count in zip((query, key), counts, strict=True)
+    ]  # fmt: skip
+    return [*pair, value]

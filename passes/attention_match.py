@@ -171,16 +171,21 @@ def _mask(context: FusionContext, core: Core, frame: Frame) -> Mask:
     """The mask of the scores; one that is none of the known kinds is added as the graph has it.
 
     Raises:
-        NoMaskError: there are several of them, or it is none that can be added.
+        NoMaskError: there are several of them, or it is none that can be added; or it lets a token
+            behind a cache see later ones, where the op looks back alone.
     """
+    one = frame.past is not None and frame.new == 1  # nothing comes after it
     try:
         found = read_mask(context, core.terms, frame)
     except NoMaskError:
         biased = _with_bias(context, core, frame)
-        if biased is None or (frame.past is not None and not (biased.causal or core.causal)):
-            raise  # with a cache the op looks back alone
+        if biased is None or (frame.past is not None and not (biased.causal or core.causal or one)):
+            raise
         found = biased
-    return dataclasses.replace(found, causal=found.causal or core.causal)
+    causal = found.causal or core.causal or one
+    if frame.past is not None and not causal:
+        raise NoMaskError("a token behind the cache sees later ones, which no op with a cache does")
+    return dataclasses.replace(found, causal=causal)
 
 
 def _with_bias(context: FusionContext, core: Core, frame: Frame) -> Mask | None:

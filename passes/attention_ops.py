@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.ort_versions import QUERY_LENGTHS, WITHOUT_CACHE, Version
 from qgraph.passes.attention_heads import HEADS_FIRST
 from qgraph.passes.attention_match import Attention
-from qgraph.passes.attention_past import Source, bias_of
-from qgraph.passes.fuse_rotary import Table, cos_and_sin
+from qgraph.passes.attention_past import Source, bias_of, size
+from qgraph.passes.fuse_rotary import cos_and_sin
 from qgraph.passes.fusion import MICROSOFT, Attributes, Builder
 from qgraph.passes.matching import made_by
 
@@ -23,19 +26,21 @@ def is_grouped(found: Attention) -> bool:
     return needed or found.groups != found.heads or bool(found.past) or found.table is not None
 
 
-def _turns_in_front(found: Attention) -> bool:
+def _turns_in_front(found: Attention, oldest: Version) -> bool:
     """Whether heads are turned by an op of its own.
 
-    Without a cache the kernel counts positions itself, whatever it is told of them.
+    Without a cache the kernel counts positions itself, whatever it is told of them; where it is
+    not told how many tokens are new, it does so for a first prompt.
     """
-    return found.table is not None and found.table.positions is not None and found.past is None
+    counts = found.past is None or oldest < QUERY_LENGTHS
+    return found.table is not None and found.table.positions is not None and counts
 
 
-def packed_source(found: Attention) -> ir.Value | None:
+def packed_source(found: Attention, oldest: Version) -> ir.Value | None:
     """The `[B, S, (H + 2 KV)·D]` that queries, keys and values are split from, in that order."""
     parts = [found.query, found.key, found.value]
     split = made_by(parts[0].value, "Split")
-    if split is None or not is_grouped(found) or _turns_in_front(found):
+    if split is None or not is_grouped(found) or _turns_in_front(found, oldest):
         return None
     if any(each.layout != "packed" for each in parts):
         return None
@@ -55,8 +60,13 @@ def attended(builder: Builder, found: Attention, source: Source) -> list[ir.Valu
     like: list[ir.Value | None] = [result]
     if found.past is not None:
         like += [each.present for each in found.past]
+    elif is_grouped(found):  # a kernel that wants a past has a present as well
+        like += told[3:5]
+    while like[-1] is None:
+        like.pop()
     op = GROUPED if is_grouped(found) else MULTI_HEAD
     made, *present = builder.ops(op, told, like, domain=MICROSOFT, attributes=attributes)
+    present = present if found.past is not None else []
     if found.result.layout == "packed":
         return [made, *present]
     made.shape = None
@@ -76,9 +86,11 @@ def _grouped(
 ) -> tuple[list[ir.Value | None], Attributes]:
     """Inputs and attributes.
 
-    How many of the tokens are new is told as well where there is a cache: without it the
-    kernel takes a first prompt's positions to be 0, 1, …, and prompts behind a cache one by one.
+    How many of the tokens are new is told as well where there is a cache, and a kernel that takes
+    it: without it a first prompt's positions are 0, 1, …, and a prompt behind a cache is of one
+    row. A kernel that does not do without a cache gets one of no tokens.
     """
+    oldest = builder.context.capabilities.oldest
     attributes: Attributes = {"num_heads": found.heads, "kv_num_heads": found.groups}
     if not found.mask.causal:
         attributes["causal"] = 0
@@ -87,15 +99,19 @@ def _grouped(
     if found.core.cap is not None:
         attributes["softcap"] = float(found.core.cap)
     table: list[ir.Value | None] = [None, None, None]
-    whole = packed_source(found)
+    whole = packed_source(found, oldest)
     parts: list[ir.Value | None] = [whole, None, None]
     if whole is None:
         parts = [each.packed(builder) for each in (found.query, found.key, found.value)]
-    if found.table is not None and _turns_in_front(found):
+    if found.table is not None and _turns_in_front(found, oldest):
+        angles, half = cos_and_sin(builder, found.table, found.frame), found.table.half
         parts[:2] = [
-            _turned(builder, found, found.table, part, heads)
-            for part, heads in zip(parts[:2], (found.heads, found.groups), strict=True)
-        ]
+            turned(builder, part, count, found.table.positions, angles,
+                   interleaved=int(found.table.interleaved),
+                   part=0 if 2 * half == found.size else 2 * half)
+            for part, count in zip(parts[:2], (found.heads, found.groups), strict=True)
+            if part is not None
+        ]  # fmt: skip
     elif found.table is not None:
         attributes["do_rotary"] = 1
         if found.table.interleaved:
@@ -104,22 +120,49 @@ def _grouped(
     past: list[ir.Value | None] = [None, None]
     if found.past is not None:
         past = [each.past for each in found.past]
+    elif oldest < WITHOUT_CACHE:
+        past = [_empty(builder, found, source)] * 2
     lengths = source.lengths(builder)
     bias = bias_of(builder, source, found.mask.bias, found.core.query.dtype)
-    new = lengths.new if found.past is not None else None
+    new = lengths.new if found.past is not None and oldest >= QUERY_LENGTHS else None
     told = [*parts, *past, lengths.last, lengths.total, *table, bias]
     return [*told, None, None, None, None, None, new], attributes
 
 
-def _turned(
-    builder: Builder, found: Attention, table: Table, packed: ir.Value | None, heads: int
+def _empty(builder: Builder, found: Attention, source: Source) -> ir.Value:
+    """A cache of no tokens, `[B, KV, 0, D]`, one for all attentions of its kind."""
+    dtype, sizes = found.core.query.dtype or ir.DataType.FLOAT, (found.groups, 0, found.size)
+
+    def make(inner: Builder) -> list[ir.Value]:
+        none = inner.constant("no_tokens", np.zeros((1, *sizes), dtype.numpy()))
+        rest = inner.constant("no_tokens_sizes", np.array(sizes, np.int64))
+        batch = size(inner, source.tokens, 0)
+        shape = inner.op("Concat", [batch, rest], attributes={"axis": 0},
+                         dtype=ir.DataType.INT64, shape=[4])  # fmt: skip
+        return [inner.op("Expand", [none, shape], dtype=dtype, shape=[None, *sizes])]
+
+    return builder.shared(("no cache", source.tokens, dtype, sizes), make)[0]
+
+
+def turned(
+    builder: Builder,
+    heads: ir.Value,
+    count: int,
+    positions: ir.Value | None,
+    angles: Sequence[ir.Value | None],
+    *,
+    interleaved: int,
+    part: int,
 ) -> ir.Value:
-    """Heads `[B, S, H·D]`, turned by the angles of their positions."""
-    attributes: Attributes = {"num_heads": heads, "interleaved": int(table.interleaved)}
-    if 2 * table.half != found.size:
-        attributes["rotary_embedding_dim"] = 2 * table.half
-    told = [packed, table.positions, *cos_and_sin(builder, table, found.frame)]
-    return builder.op(ROTARY, told, domain=MICROSOFT, attributes=attributes, like=packed)
+    """Heads `[B, S, H·D]`, turned by the angles of their positions `[B, S]`.
+
+    angles: cosines and sines `[rows, D / 2]`. part: the elements turned of each head; 0 for all.
+    """
+    attributes: Attributes = {"num_heads": count, "interleaved": interleaved}
+    if part:
+        attributes["rotary_embedding_dim"] = part
+    told = [heads, positions, *angles]
+    return builder.op(ROTARY, told, domain=MICROSOFT, attributes=attributes, like=heads)
 
 
 def _split(builder: Builder, value: ir.Value, found: Attention) -> ir.Value:

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.formats.grouping import lowest
 from qgraph.passes.attention_padding import NOT_ZERO, Kept, tested_by
 from qgraph.passes.fusion import Builder
 from qgraph.passes.matching import made_by
@@ -121,7 +122,7 @@ def bias_of(
         kept = source.kept.tested(inner, padding)
         numbers = dtype.numpy()
         zero = inner.constant("kept", np.zeros((), numbers))
-        low = inner.constant("hidden", np.array(np.finfo(numbers).min, numbers))
+        low = inner.constant("hidden", np.array(lowest(numbers), numbers))
         added = inner.op("Where", [kept, zero, low], dtype=dtype)
         apart = inner.constant("keys_last", np.array([0, 1, 1, -1], np.int64))
         row = inner.op("Reshape", [added, apart], dtype=dtype)

@@ -18,6 +18,8 @@ from qgraph.decoder_graph import most_positions
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
 from qgraph.language_model import table_rows
+from qgraph.row_branches import branches, take
+from qgraph.scopes import nodes
 
 Evaluate = Callable[[Path, Sequence[Mapping[str, Array]]], list[dict[str, Array]]]
 """Runs a model file as it is written, on each of several feeds."""
@@ -37,15 +39,25 @@ _PAST, _PRESENT = "past_key_values.", "present."
 
 
 def prove_steps(
-    before: ir.Model, after: ir.Model, names: tuple[str, str, str], evaluate: Evaluate
+    before: ir.Model,
+    after: ir.Model,
+    names: tuple[str, str, str],
+    evaluate: Evaluate,
+    batch: int = 2,
+    several: bool = True,
 ) -> float:
     """Run both; the largest difference of a token.
+
+    Where a graph has two ways, by the number of rows, each is proven by itself: what steps of few
+    rows say is not what a whole text says that goes the other way.
 
     Args:
         before: the decoder without a cache; a copy, whose products are changed.
         after: the same weights with `past_key_values.N` and `present.N`.
         names: of its token ids, its mask and its positions.
         evaluate: what runs them.
+        batch: rows of text, where the graph does not fix them.
+        several: whether steps of several tokens are among them.
 
     Raises:
         InputError: they differ; the message says where.
@@ -56,14 +68,28 @@ def prove_steps(
     if isinstance(length, int):
         raise InputError(f"{tokens} has {length} tokens at each run, and steps have one")
     length = min(_TOKENS, most_positions(after, names[2]) or _TOKENS)
-    shape = (rows if isinstance(rows, int) else 2, length)
+    shape = (rows if isinstance(rows, int) else batch, length)
     drawn = np.random.default_rng(0).integers(0, table_rows(after, tokens) or 2, shape)
-    given = {str(value.name): value for value in before.graph.inputs}
+    ways = (True, False) if branches(after) else (None,)
+    return max(_proven(before, after, names, evaluate, drawn, several, way) for way in ways)
+
+
+def _proven(
+    before: ir.Model,
+    after: ir.Model,
+    names: tuple[str, str, str],
+    evaluate: Evaluate,
+    drawn: Array,
+    several: bool,
+    few: bool | None,
+) -> float:
+    """See `prove_steps`; few: which way both go, None where there is but one."""
+    given, length = {str(value.name) for value in before.graph.inputs}, drawn.shape[1]
     with tempfile.TemporaryDirectory(prefix="qgraph-") as folder:
         paths = Path(folder) / "before.onnx", Path(folder) / "after.onnx"
-        _save(before, after, *paths)
+        _save(before, after, *paths, few)
         whole = _feed(names, drawn, 0, after)
-        rounded = any(node.op_type in _ROUNDING for node in after.graph)
+        rounded = not few and any(node.op_type in _ROUNDING for node in nodes(after.graph))
         limit = _ROUNDED_LIMIT if rounded else _LIMIT
         (old,) = evaluate(paths[0], [{name: whole[name] for name in given if name in whole}])
         (new,) = evaluate(paths[1], [whole])
@@ -71,6 +97,7 @@ def prove_steps(
             _difference(name, old[name], new[name], "the whole text", limit) for name in old
         )
         steps = [(start, end) for start, end in _STEPS if end <= length]
+        steps = [(start, end) for start, end in steps if several or end == start + 1]
         feeds = [_feed(names, drawn[:, :end], start, after, new) for start, end in steps]
         for (start, end), found in zip(steps, evaluate(paths[1], feeds), strict=True):
             where = f"token {start}" if end == start + 1 else f"tokens {start} to {end - 1}"
@@ -81,10 +108,13 @@ def prove_steps(
     return worst
 
 
-def _save(before: ir.Model, after: ir.Model, first: Path, second: Path) -> None:
+def _save(before: ir.Model, after: ir.Model, first: Path, second: Path, few: bool | None) -> None:
     """Write both, with one file of the weights that they share."""
     with_stored = after.clone()
-    for node in (*before.graph, *with_stored.graph):
+    if few is not None:
+        for model in (before, with_stored):
+            take(model, few)
+    for node in (*nodes(before.graph), *nodes(with_stored.graph)):
         if _LEVEL in node.attributes:
             node.attributes.add(ir.AttrInt64(_LEVEL, 0))
     ir.save(before, first, external_data="before.data")

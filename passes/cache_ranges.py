@@ -1,13 +1,15 @@
-"""What keys and values of a cache span over calibration data: the largest magnitude of a channel.
+"""What keys and values of a cache span over calibration data: how far out a channel is kept.
 
-Two channels that a rotary embedding turns together have one range, the largest length of the pair:
-turning keeps lengths, so ranges that were found on short texts hold at every position. The range
-of each channel alone grows with the length of the text, up to that.
+Where the largest magnitude is kept, two channels that a rotary embedding turns together have one
+range, the largest length of the pair: turning keeps lengths, so ranges that were found on short
+texts hold at every position. The range of each channel alone grows with the length of the text, up
+to that. Formats of few bits have no codes to spare for it: see `cache_clips`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -17,7 +19,10 @@ from qgraph.calibration import Calibration
 from qgraph.decoder_graph import head_size
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
-from qgraph.observers import MinMax
+from qgraph.formats.kv_cache import CacheFormat
+from qgraph.observers import MinMax, Observer
+from qgraph.passes.cache_clips import LeastError
+from qgraph.passes.cache_offsets import first_values, offset_of
 from qgraph.passes.matching import made_by
 
 PAST_KEY, PAST_VALUE = 3, 4
@@ -95,24 +100,29 @@ def _rotary(key: ir.Value | None) -> ir.Node | None:
 
 @dataclasses.dataclass(eq=False)
 class CacheRanges:
-    """The largest magnitudes of the channels of one attention, as batches stream by.
+    """The magnitudes up to which channels of one attention are kept, as batches stream by.
 
-    keys, values: `[heads, size]` each, once something was seen.
+    keys, values: `[heads, size]` each, once something was seen; the values' are of what is left
+    of them when `offset` is taken off.
     """
 
     attention: Cached
+    format: CacheFormat
+    _firsts: list[Array] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        names = [value.name or "" for value in self.attention.presents]
-        self._keys, self._values = (MinMax(f"the cache {name}", axis=-1) for name in names)
-        self._lengths = MinMax(f"the cache {names[0]}", axis=-1)
+        names = [f"the cache {value.name}" for value in self.attention.presents]
+        self._keys, self._values = (self._observer(at, name) for at, name in enumerate(names))
+        self._lengths = MinMax(names[0], axis=-1)
 
     def update(self, found: Mapping[str, Array], mask: Array | None) -> None:
         """Look at the keys and values `[B, heads, T, size]` of one batch, padding left out."""
         keys, values = (_tokens(found[value.name or ""], mask) for value in self.attention.presents)
         self._keys.update(keys.reshape(len(keys), -1))
         self._values.update(values.reshape(len(values), -1))
-        if len(self.attention.pairs):
+        if self.format.clips:
+            self._firsts.append(first_values(found[self.attention.presents[1].name or ""], mask))
+        if self._turned:
             first, second = self.attention.pairs.T
             lengths = np.hypot(keys[..., first], keys[..., second])
             self._lengths.update(lengths.reshape(len(lengths), -1))
@@ -121,7 +131,7 @@ class CacheRanges:
     def keys(self) -> Array:
         """Of a pair that is turned together both have its largest length."""
         largest = self._shaped(self._keys)
-        if len(self.attention.pairs):
+        if self._turned:
             lengths = self._lengths.range()[1].reshape(self.attention.heads, -1)
             for side in self.attention.pairs.T:
                 largest[:, side] = lengths
@@ -130,9 +140,27 @@ class CacheRanges:
     @property
     def values(self) -> Array:
         """Each channel's own."""
+        if self.offset is not None and isinstance(self._values, LeastError):
+            reach = self._values.reach(self.offset.reshape(-1).astype(np.float64))
+            return reach.reshape(self.offset.shape)
         return self._shaped(self._values)
 
-    def _shaped(self, watching: MinMax) -> Array:
+    @functools.cached_property
+    def offset(self) -> Array | None:
+        """What is taken off values, `[heads, size]`; only where codes are few."""
+        return offset_of(self.attention, self._firsts) if self.format.clips else None
+
+    @property
+    def _turned(self) -> bool:
+        """Whether keys keep lengths of pairs."""
+        return len(self.attention.pairs) > 0 and not self.format.clips
+
+    def _observer(self, at: int, name: str) -> Observer:
+        if self.format.clips:
+            return LeastError(name, format=self.format, spread=at == 0)
+        return MinMax(name, axis=-1)
+
+    def _shaped(self, watching: Observer) -> Array:
         low, high = watching.range()
         return np.maximum(-low, high).reshape(self.attention.heads, self.attention.size)
 
@@ -146,14 +174,17 @@ def _tokens(array: Array, mask: Array | None) -> Array:
 
 
 def observe(
-    attentions: Iterable[Cached], results: Iterable[Mapping[str, Array]], data: Calibration
-) -> dict[str, tuple[Array, Array]]:
-    """By attention the largest magnitudes of keys and values, each `[heads, size]`.
+    attentions: Iterable[Cached],
+    results: Iterable[Mapping[str, Array]],
+    data: Calibration,
+    wanted: CacheFormat,
+) -> dict[str, CacheRanges]:
+    """By attention what was seen of its keys and values.
 
     results: of each batch of `data`, the presents by name.
     """
-    watching = [CacheRanges(each) for each in attentions]
+    watching = {each.name: CacheRanges(each, wanted) for each in attentions}
     for found, mask in zip(results, data.masks, strict=True):
-        for each in watching:
+        for each in watching.values():
             each.update(found, mask)
-    return {each.attention.name: (each.keys, each.values) for each in watching}
+    return watching

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.constants import FLOATS
 from qgraph.passes.dims import Size, Sizes
 from qgraph.rewrite import Rewriter
 
@@ -43,7 +44,10 @@ def fold_shapes(rewriter: Rewriter, elements: Mapping[ir.Value, Sizes]) -> int:
 
 
 def _asks(node: ir.Node) -> bool:
-    return not node.domain and node.op_type in _ASKING
+    """Whether it computes sizes; one cast to a float is no size any more, but what asked for it."""
+    if node.domain or node.op_type not in _ASKING:
+        return False
+    return node.op_type != "Cast" or node.outputs[0].dtype not in FLOATS
 
 
 def _is_read(value: ir.Value) -> bool:

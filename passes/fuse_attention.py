@@ -8,12 +8,14 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.formats.base import Array
+from qgraph.ort_versions import QUERY_LENGTHS, Version
 from qgraph.passes.attention_core import OtherwiseError, core_of, native_core
 from qgraph.passes.attention_mask import NoMaskError
 from qgraph.passes.attention_match import Attention, understood
 from qgraph.passes.attention_ops import GROUPED, MULTI_HEAD, attended, is_grouped, packed_source
 from qgraph.passes.attention_padding import Kept
 from qgraph.passes.attention_past import Source
+from qgraph.passes.attention_probe import Sizes
 from qgraph.passes.fusion import MICROSOFT, Builder, Candidate, Feed, FusionContext, Miss
 
 _SPELLING = "softmax(q kᵀ · scale + mask) v over heads [B, H, S, D]"
@@ -55,7 +57,7 @@ def _require_own_text(found: Attention) -> None:
 
 def _candidate(found: Attention, context: FusionContext) -> Candidate:
     """GroupQueryAttention or MultiHeadAttention, with what it is told by graph inputs."""
-    packed = packed_source(found)
+    packed = packed_source(found, context.capabilities.oldest)
     inputs = [packed] if packed else [found.query.value, found.key.value, found.value.value]
     outputs = [found.result.value]
     if found.past is not None:
@@ -79,7 +81,21 @@ def _candidate(found: Attention, context: FusionContext) -> Candidate:
         shapes=_shapes(found),
         dims=_dims(found),
         reason=found.summary,
+        trials=_trials(found, context.capabilities.oldest),
     )
+
+
+def _trials(found: Attention, oldest: Version) -> tuple[dict[str, int], ...]:
+    """The sizes to try where the op is not told how many tokens are new.
+
+    A prompt, a step, and a prompt behind a cache, which it takes of one row alone.
+    """
+    frame = found.frame
+    if frame.past is None or oldest >= QUERY_LENGTHS:
+        return ()
+    tried = [Sizes(2, 5, 0), Sizes(2, 1, 4), Sizes(1, 3, 6)]
+    tried = tried[:2] if frame.batch not in (1, *frame.names) else tried
+    return tuple(frame.bindings(sizes) for sizes in tried)
 
 
 def _source(context: FusionContext, found: Attention) -> Source:

@@ -8,8 +8,10 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
+from qgraph.capabilities import NEWER
 from qgraph.errors import InputError
 from qgraph.graph import Graph
+from qgraph.ort_versions import spell
 from qgraph.passes.attention_lengths import unify_lengths
 from qgraph.passes.base import Context, Pass
 from qgraph.passes.fold_constants import fold_constants
@@ -23,9 +25,11 @@ from qgraph.passes.fusion import POSITIONS, Builder, Candidate, Fusion, FusionCo
 from qgraph.passes.fusion_check import FusionCheck
 from qgraph.passes.infer_dims import infer_dims
 from qgraph.passes.merge_linears import merge_linears
+from qgraph.passes.packed_linear import is_product
 from qgraph.passes.undeclared import undeclared
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
+from qgraph.runtime_needs import late_nodes
 
 FUSIONS: tuple[Fusion, ...] = (
     norms,
@@ -113,27 +117,52 @@ def _apply(candidate: Candidate, shared: FusionContext, check: FusionCheck) -> S
     if outside:
         edge = f"{outside[0].name} is made in another body than {name}"
         return _missed(Miss(candidate.fusion, candidate.node, f"{into} within one body", edge))
-    builder = Builder(shared, candidate.node)
-    new = candidate.build(builder, candidate.inputs)
-    trial = check(candidate, new)
-    if trial.why:
-        shared.rewriter.drop_unused(builder.made)
-        detail = f"{into}: {trial.why}"
-        return Step(
-            FuseTransformer.name, candidate.fusion, name, "kept", "FUSION_FAILED_CHECK", detail
-        )
+    made: list[tuple[Candidate, Builder, Sequence[ir.Value]]] = []
+    for each in (candidate, *candidate.parts):
+        builder = Builder(shared, each.node)
+        made.append((each, builder, each.build(builder, each.inputs)))
+        code, why = _refused(each, builder.made, made[-1][-1], shared, check)
+        if why:
+            for _, builder, _ in made:
+                shared.rewriter.drop_unused(builder.made)
+            detail = f"{each.into}: {why}"
+            return Step(FuseTransformer.name, candidate.fusion, name, "kept", code, detail)
+    for each, builder, new in made:
+        _put(each, builder, new, shared)
+    merged = next((each.merged for each, _, _ in made if each.merged), ())
+    was = f"{len(merged)} linears" if merged else candidate.node.op_type
+    kept = "" if candidate.node.graph is None else "; the old node is read elsewhere"
+    detail = f"{was} → {into}{f': {candidate.reason}' if candidate.reason else ''}{kept}"
+    return Step(FuseTransformer.name, candidate.fusion, name, "done", None, detail)
+
+
+def _refused(
+    candidate: Candidate,
+    made: Sequence[ir.Node],
+    new: Sequence[ir.Value],
+    shared: FusionContext,
+    check: FusionCheck,
+) -> tuple[str, str]:
+    """The reason code and why new nodes cannot be taken; nothing where they can."""
+    oldest = shared.capabilities.oldest
+    late = late_nodes(made, oldest)
+    if late is None:
+        return "FUSION_FAILED_CHECK", check(candidate, new).why
+    since, what = late
+    return NEWER, f"{what} came with ONNX Runtime {spell(since)}, and {spell(oldest)} has to run it"
+
+
+def _put(
+    candidate: Candidate, builder: Builder, new: Sequence[ir.Value], shared: FusionContext
+) -> None:
+    """Put the new nodes in place of the old ones."""
     if candidate.merged:
-        linear = next(node for node in builder.made if node.op_type == "MatMulNBits")
+        linear = next(node for node in builder.made if is_product(node))
         shared.findings.merged[str(linear.name)] = candidate.merged
-    merged = len(candidate.merged)
-    was = f"{merged} linears" if merged else candidate.node.op_type
     old = list(_region(candidate.outputs, candidate.inputs))
     _replace(candidate, new, shared.rewriter)
     shared.made[_producer(new[0])] = candidate
     shared.rewriter.drop_unused(old)
-    kept = "" if candidate.node.graph is None else "; the old node is read elsewhere"
-    detail = f"{was} → {into}{f': {candidate.reason}' if candidate.reason else ''}{kept}"
-    return Step(FuseTransformer.name, candidate.fusion, name, "done", None, detail)
 
 
 def _replace(candidate: Candidate, new: Sequence[ir.Value], rewriter: Rewriter) -> None:

@@ -49,6 +49,9 @@ class Candidate:
     reason: what the step says besides, in words.
     merged: the sites whose weights become one.
     proof: candidates with one `proof` are checked once; None leaves that to their bytes.
+    trials: the sizes of symbols in each run of the check, by name; empty for sizes of its own.
+    parts: what must change with it, in bodies whose outputs it reads: all are proven, or none is
+        applied.
     """
 
     fusion: str
@@ -64,6 +67,8 @@ class Candidate:
     reason: str = ""
     merged: tuple[str, ...] = ()
     proof: Hashable = None
+    trials: tuple[Mapping[str, int], ...] = ()
+    parts: tuple[Candidate, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,8 +71,10 @@ class FusionCheck:
             return Trial(np.inf, str(error))
 
     def _run(self, candidate: Candidate, cut: Cut, data: bytes) -> Trial:
+        trials = candidate.trials or ({}, {})
         feeds = [
-            cut.feeds(candidate, sizes, scale) for sizes, scale in zip(_SIZES, _SCALES, strict=True)
+            cut.feeds(candidate, _SIZES[index % 2], _SCALES[index % 2], known)
+            for index, known in enumerate(trials)
         ]
         feeds += self._far(candidate, cut)
         worst = 0.0
@@ -180,9 +182,15 @@ class Cut:
                 found.update(int(number) for number in tensor.numpy().reshape(-1))
         return max(number for number in found if number <= _LONGEST)
 
-    def feeds(self, candidate: Candidate, sizes: Sequence[int], scale: float) -> dict[str, Array]:
-        """Random inputs; symbols become sizes in the order in which they are met."""
-        symbols = _Symbols(candidate.dims, sizes)
+    def feeds(
+        self,
+        candidate: Candidate,
+        sizes: Sequence[int],
+        scale: float,
+        known: Mapping[str, int] | None = None,
+    ) -> dict[str, Array]:
+        """Random inputs; symbols become sizes in the order in which they are met, or as known."""
+        symbols = _Symbols(candidate.dims, sizes, known or {})
         generator = np.random.default_rng(len(self.nodes))
         found = {}
         for value in self.inputs:
@@ -260,9 +268,11 @@ class Cut:
 class _Symbols:
     """Sizes for symbolic dimensions, one for each symbol; sums and products of them add up."""
 
-    def __init__(self, dims: Mapping[str, str], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, dims: Mapping[str, str], sizes: Sequence[int], known: Mapping[str, int]
+    ) -> None:
         self.dims, self.sizes = dims, sizes
-        self.known: dict[str, int] = {}
+        self.known = dict(known)
 
     def size(self, dim: int | str) -> int:
         """The size of one dimension."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, NoReturn, TypeAlias
 
@@ -22,18 +22,38 @@ from qgraph.held_out import fewer, rows_in, samples_of, split
 from qgraph.paired import find_logits
 from qgraph.passes.add_cache import MASK, POSITIONS
 from qgraph.passes.base import Context, Pass
-from qgraph.passes.cache_ranges import PAST_KEY, PAST_VALUE, Cached, cached, observe
+from qgraph.passes.cache_noise import move, rounds_activations
+from qgraph.passes.cache_offsets import take_off
+from qgraph.passes.cache_ranges import (
+    PAST_KEY,
+    PAST_VALUE,
+    Cached,
+    CacheRanges,
+    cached,
+    observe,
+)
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 
 _SCALES = (12, 13)
 _KINDS = ("k_quant_type", "v_quant_type")
 _SPREAD = {"tensor": "PER_TENSOR", "channel": "PER_CHANNEL"}
+_TOLD = 0.1
+"""The share of a divergence from which on its noise is told."""
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-Scales: TypeAlias = Mapping[str, tuple[Array, Array]]
-"""By attention, those of its keys and of its values."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kept:
+    """How an attention keeps keys and values: their scales, and what is taken off values first."""
+
+    keys: Array
+    values: Array
+    offset: Array | None
+
+
+Scales: TypeAlias = Mapping[str, Kept]
+"""By attention."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +61,9 @@ class CacheFinding:
     """What calibration found, kept while the passes run again.
 
     tokens: that the scales were found on. divergence: KL(float cache ‖ this one) in nats a token,
-        on `held` tokens; None for a model without logits. apart: whether those were held out.
+        on `held` tokens; None for a model without logits. noise: what moving all that attention
+        reads by a millionth costs there; None where activations are not rounded. apart: whether
+        those tokens were held out.
     bytes_before, bytes_after: of the cache, for each token.
     """
 
@@ -49,6 +71,7 @@ class CacheFinding:
     scales: Scales
     tokens: int
     divergence: float | None
+    noise: float | None
     held: int
     apart: bool
     bytes_before: int
@@ -62,9 +85,12 @@ class CacheFinding:
         if self.divergence is None:
             return found
         where = "held out" if self.apart else "of the calibration itself: there is one sample"
+        noise = ""
+        if self.noise is not None and self.noise >= _TOLD * self.divergence:
+            noise = f"; rounded activations make {self.noise:.2g} of any change, however small"
         return (
             f"{found}; KL divergence {self.divergence:.2g} from the same model with a float cache, "
-            f"on {self.held} tokens {where}"
+            f"on {self.held} tokens {where}{noise}"
         )
 
     def to_json(self) -> dict[str, object]:
@@ -103,15 +129,14 @@ class QuantizeCache(Pass):
             context.findings.cache = CacheFinding(wanted, *measured, before, after)
         finding: CacheFinding = context.findings.cache
         _rewrite(graph.model, wanted, finding.scales)
-        detail = f"{wanted.name}, one scale a {wanted.scale}"
         return [
-            Step(self.name, "cache", each.name, "done", None, detail, *size)
+            Step(self.name, "cache", each.name, "done", None, _detail(wanted, finding, each), *size)
             for each, size in zip(found, sizes, strict=True)
         ]
 
     def _measure(
         self, model: ir.Model, wanted: CacheFormat, data: Calibration
-    ) -> tuple[Scales, int, float | None, int, bool]:
+    ) -> tuple[Scales, int, float | None, float | None, int, bool]:
         """The scales, and what the cache that they make costs: see `CacheFinding`."""
         several = sum(map(rows_in, data.batches)) > 1
         seen, held = split(data) if several else (data, data)
@@ -119,10 +144,20 @@ class QuantizeCache(Pass):
         with tempfile.TemporaryDirectory(prefix="qgraph-") as folder:
             path = Path(folder) / "float.onnx"
             ir.save(model, path, external_data="float.data")
-            spans = _spans(path, seen)
-            scales = {name: (wanted.scales(k), wanted.scales(v)) for name, (k, v) in spans.items()}
-            divergence, positions = _divergence(path, wanted, scales, held)
-        return scales, seen.tokens, divergence, positions, several
+            spans = _spans(path, seen, wanted)
+            scales = {
+                name: Kept(wanted.scales(each.keys), wanted.scales(each.values), each.offset)
+                for name, each in spans.items()
+            }
+            found = _divergence(path, wanted, scales, held)
+        return scales, seen.tokens, *found, several
+
+
+def _detail(wanted: CacheFormat, finding: CacheFinding, attention: Cached) -> str:
+    """What a step says of one attention."""
+    words = f"{wanted.name}, one scale a {wanted.scale}"
+    less = finding.scales[attention.name].offset is not None
+    return f"{words}; values less those that all first tokens have" if less else words
 
 
 def _sizes(attention: Cached, wanted: CacheFormat) -> tuple[int, int]:
@@ -200,11 +235,15 @@ def _rewrite(model: ir.Model, wanted: CacheFormat, scales: Scales) -> None:
     for each in _attentions(model):
         node = each.node
         node.resize_inputs(max(len(node.inputs), _SCALES[1] + 1))
-        for at, array, present in zip(_SCALES, scales[each.name], each.presents, strict=True):
+        kept = scales[each.name]
+        arrays = (kept.keys, kept.values)
+        for at, array, present in zip(_SCALES, arrays, each.presents, strict=True):
             node.replace_input_with(at, rewriter.constant(f"{present.name}.scale", array))
         node.attributes.add(ir.AttrInt64(CACHE_BITS, wanted.bits))
         for kind in _KINDS:
             node.attributes.add(ir.AttrString(kind, _SPREAD[wanted.scale]))
+        if kept.offset is not None:
+            take_off(rewriter, each, kept.offset)
         width = wanted.width(each.size)
         for value in (*each.pasts, *each.presents):
             value.type = ir.TensorType(wanted.data_type)
@@ -212,14 +251,14 @@ def _rewrite(model: ir.Model, wanted: CacheFormat, scales: Scales) -> None:
                 value.shape = ir.Shape([*value.shape[:-1], width])
 
 
-def _spans(path: Path, data: Calibration) -> dict[str, tuple[Array, Array]]:
+def _spans(path: Path, data: Calibration, wanted: CacheFormat) -> dict[str, CacheRanges]:
     """What the caches of the model at `path` span over calibration data."""
     model = ir.load(path)
     found = _attentions(model)
     model.graph.outputs[:] = [value for each in found for value in each.presents]
     inputs = list(model.graph.inputs)
     feeds = (_completed(inputs, *each) for each in zip(data.batches, data.masks, strict=True))
-    return observe(found, data.run(_beside(path, model, "spans"), feeds), data)
+    return observe(found, data.run(_beside(path, model, "spans"), feeds), data, wanted)
 
 
 def _divergence(
@@ -227,38 +266,55 @@ def _divergence(
     wanted: CacheFormat,
     scales: Scales,
     data: Calibration,
-) -> tuple[float | None, int]:
-    """KL(float cache ‖ quantized cache) of the model at `path`, and on how many tokens."""
+) -> tuple[float | None, float | None, int]:
+    """KL(float cache ‖ quantized cache) of the model at `path`, its noise, and on how many tokens.
+
+    The noise is None where the model rounds no activations: there is none worth telling.
+    """
     model = ir.load(path)
     attentions = _attentions(model)
-    pasts = {
-        str(past.name): scale
-        for each in attentions
-        for past, scale in zip(each.pasts, scales[each.name], strict=True)
-    }
-    presents = {value.name for each in attentions for value in each.presents}
+    pasts: dict[str, tuple[Array, Array | float]] = {}
+    for attention in attentions:
+        kept = scales[attention.name]
+        off = 0.0 if kept.offset is None else kept.offset[:, None]
+        pasts |= {str(attention.pasts[0].name): (kept.keys, 0.0)}
+        pasts |= {str(attention.pasts[1].name): (kept.values, off)}
+    presents = {value.name for attention in attentions for value in attention.presents}
     shapes = [(str(v.name), tuple(v.shape or ())) for v in model.graph.outputs
               if v.name not in presents and v.dtype in _FLOATS]  # fmt: skip
     logits = find_logits(shapes, model)
     if logits is None:
-        return None, 0
+        return None, None, 0
     inputs = list(model.graph.inputs)
     samples = list(samples_of(data))  # one by one: logits of several at once take much memory
     masks = [sample[MASK].astype(bool) if MASK in sample else None for sample in samples]
     feeds = [_completed(inputs, *each) for each in zip(samples, masks, strict=True)]
-    before = data.run(path, feeds)
+
+    def apart(other: ir.Model, given: Iterable[Mapping[str, Array]]) -> Array:
+        results = data.run(path, feeds), data.run(_beside(path, other, "other"), given)
+        found = []
+        for one, two, mask in zip(*results, masks, strict=True):
+            kl = kl_divergence(one[logits], two[logits])
+            found.append(kl[mask] if mask is not None and mask.shape == kl.shape else kl.ravel())
+        return np.concatenate(found)
+
+    noise = None
+    if rounds_activations(model):
+        moved = ir.load(path)
+        move(moved)
+        noise = max(0.0, float(apart(moved, feeds).mean()))
     _rewrite(model, wanted, scales)
     rounded = (
-        {name: wanted.quantize(x, pasts[name]) if name in pasts else x for name, x in feed.items()}
-        for feed in feeds
+        {name: _rounded(x, wanted, *pasts[name]) if name in pasts else x for name, x in f.items()}
+        for f in feeds
     )
-    after = data.run(_beside(path, model, "rounded"), rounded)
-    found = []
-    for one, two, mask in zip(before, after, masks, strict=True):
-        each = kl_divergence(one[logits], two[logits])
-        found.append(each[mask] if mask is not None and mask.shape == each.shape else each.ravel())
-    kl = np.concatenate(found)
-    return float(kl.mean()), len(kl)
+    kl = apart(model, rounded)
+    return float(kl.mean()), noise, len(kl)
+
+
+def _rounded(x: Array, wanted: CacheFormat, scales: Array, offset: Array | float) -> Array:
+    """A past that was given in floats, as the quantized cache holds it."""
+    return wanted.quantize(x - offset, scales)
 
 
 def _beside(path: Path, model: ir.Model, name: str) -> Path:

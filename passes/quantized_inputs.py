@@ -105,6 +105,7 @@ class _Chain:
         self.owner, self.x, self.k, self.nodes = owner, x, site.k, nodes
         if site.dtype != ir.DataType.FLOAT:  # kernels take float32, and a step of 1e-30 is one
             self.x = self._add("Cast", [x], to=ir.DataType.FLOAT.value)
+            self.x.shape = x.shape
 
     def made(self, kind: str, known: InputRange) -> QuantizedInput:
         """The activation rounded as `kind` says."""

@@ -2,7 +2,8 @@
 
 An If takes a few microseconds, more than a small linear of one row, so one holds as many linears
 as it can: those that read one activation, and those that follow with nothing but arithmetic
-between. What computes shapes stays outside, where a runtime shares it between layers.
+between, each with its bias. What computes shapes stays outside, where a runtime shares it between
+layers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
+from qgraph.passes.matching import only_reader, other_operand
 from qgraph.scopes import bodies
 from qgraph.sites import Site
 
@@ -63,7 +65,7 @@ class _Walk:
 
     def begin(self, site: Site) -> Segment:
         """A segment of one linear."""
-        return Segment(self.place[site.node], [site.node])
+        return Segment(self.place[site.node], [site.node, *_bias(site.node)])
 
     def extend(self, segment: Segment, site: Site) -> bool:
         """Add a linear to a segment, with what lies between; whether it could be."""
@@ -74,7 +76,7 @@ class _Walk:
         early = {each for each in needed if _reads_constants(each)} - self.views
         segment.early += sorted(early - self.early, key=lambda each: self.place[each])
         self.early |= early
-        inside |= needed - early
+        inside |= needed - early | set(_bias(site.node))
         segment.nodes = sorted(inside, key=lambda each: self.place[each])
         return True
 
@@ -97,6 +99,15 @@ class _Walk:
     def _producers(node: ir.Node) -> Iterable[ir.Node]:
         made = (value.producer() for value in node.inputs if value is not None)
         return (each for each in made if each is not None)
+
+
+def _bias(node: ir.Node) -> list[ir.Node]:
+    """What adds a constant to a linear, and nothing else reads: kernels add it themselves."""
+    add = only_reader(node.outputs[0])
+    if add is None or add.op_type != "Add" or add.domain or add.graph is not node.graph:
+        return []
+    other = other_operand(add, node.outputs[0])
+    return [add] if other is not None and other.const_value is not None else []
 
 
 def _reads_constants(node: ir.Node) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
 
+from qgraph.scopes import nodes
+
 
 @contextlib.contextmanager
 def undeclared(graph: ir.Graph) -> Iterator[Callable[[], None]]:
@@ -29,9 +31,11 @@ def undeclared(graph: ir.Graph) -> Iterator[Callable[[], None]]:
         if value.shape is not None:
             value.shape = ir.Shape([_itself(value, axis) for axis in range(len(value.shape))])
     said: list[tuple[ir.Value, ir.Shape]] = []
-    for value in (each for node in graph for each in node.outputs if each.shape is not None):
+    results = set(graph.outputs)
+    made = (value for node in nodes(graph) for value in node.outputs)
+    for value in (each for each in made if each.shape is not None):
         assert value.shape is not None
-        result = value.is_graph_output()
+        result = value in results
         if not result:
             said.append((value, value.shape))
         value.shape = ir.Shape(

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias
 
+from qgraph.ort_versions import NEWEST, Version, kernel_since, opset_since, spell
+
 Origin = Literal["installed", "predicted"]
 
 MATMUL_NBITS = "com.microsoft::MatMulNBits"
@@ -16,6 +18,8 @@ MATMUL_FP8 = "com.microsoft::MatMulBlockQuantizedFp8Weight"
 MATMUL_FP4 = "com.microsoft::MatMulBlockQuantizedFp4Weight"
 DYNAMIC_QUANTIZE_MATMUL = "com.microsoft::DynamicQuantizeMatMul"
 MATMUL_INTEGER_TO_FLOAT = "com.microsoft::MatMulIntegerToFloat"
+NEWER = "NEEDS_NEWER_RUNTIME"
+"""The reason code of what the oldest runtime that was asked for does not have."""
 OWN_LINEAR = "qgraph::Linear"
 """The portable form, where a runtime has a kernel for it as a whole."""
 OWN_DEQUANTIZE = "qgraph::Dequantize"
@@ -119,6 +123,8 @@ class Capabilities:
     folds: whether the runtime computes what depends on constants alone once, at load.
     known_ops: every operator that the provider has a kernel for, `DOMAIN::NAME`; empty where that
         is not known.
+    oldest: the oldest ONNX Runtime that has to run the result: the installed one, or an older one
+        that was asked for.
     """
 
     target: str
@@ -127,6 +133,7 @@ class Capabilities:
     rules: tuple[KernelRule, ...]
     folds: bool = False
     known_ops: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)
+    oldest: Version = NEWEST
 
     @property
     def simulates_fp8(self) -> bool:
@@ -155,6 +162,9 @@ class Capabilities:
             op = query.op.partition("::")[2]
             detail = f"{self.runtime} has no kernel for {query.numbers} codes in {op}"
             return Answer(None, "NO_FUSED_KERNEL", detail)
+        rules, refused = self._old_enough(rules, query)
+        if refused is not None:
+            return refused
         for code, takes, refusal in _CRITERIA:
             left = [rule for rule in rules if takes(rule, query)]
             if not left:
@@ -171,6 +181,25 @@ class Capabilities:
         ]
         slower, why = _first_failure(faster[: faster.index(taken)], query)
         return Answer(taken, slower or taken.remark, f"{taken.note}: {why}" if why else taken.note)
+
+    def _old_enough(
+        self, rules: list[KernelRule], query: Query
+    ) -> tuple[list[KernelRule], Answer | None]:
+        """The rules that the oldest runtime has, or the refusal where it has none of them."""
+        left = [rule for rule in rules if _since(rule, query) <= self.oldest]
+        if left:
+            return left, None
+        first = spell(min(_since(rule, query) for rule in rules))
+        op, level = query.op.partition("::")[2], f", level {query.level}" * ("NBits" in query.op)
+        detail = f"{op} of {query.bits} bits{level} came with ONNX Runtime {first}"
+        return [], Answer(None, NEWER, f"{detail}, and {spell(self.oldest)} has to run it")
+
+
+def _since(rule: KernelRule, query: Query) -> Version:
+    """The first release with the kernel of a rule, for what is asked."""
+    op = rule.op.partition("::")[2]
+    first = opset_since(rule.min_opset) or NEWEST
+    return max(first, kernel_since(op, query.bits, query.level, query.dtype))
 
 
 def _first_failure(rules: list[KernelRule], query: Query) -> tuple[str | None, str]:

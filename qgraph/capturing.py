@@ -70,12 +70,20 @@ def capture(
 
 
 def runnable(source: Source) -> Path | ir.Model:
-    """What a runtime opens: an ONNX file stays where it is, all else is captured."""
+    """What a runtime opens: an ONNX file stays where it is, all else is captured.
+
+    Raises:
+        InputError: no readable ONNX model, or as `capture` says.
+    """
     if isinstance(source, str | os.PathLike):
         from qgraph.frontends import torch_files
+        from qgraph.onnx_file import require_model
 
         path = Path(source)
-        return path if torch_files.kind_of(path) is None else capture(path).model
+        if torch_files.kind_of(path) is not None:
+            return capture(path).model
+        require_model(path)
+        return path
     return source if isinstance(source, ir.Model) else capture(source).model
 
 

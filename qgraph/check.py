@@ -31,7 +31,7 @@ from qgraph.capabilities import (
 from qgraph.check_kernels import KernelKey, Kind, Probe, Run, Verdict, check_kernel
 from qgraph.formats.base import Part
 from qgraph.integer_sites import integer_product
-from qgraph.lost_weights import LOST
+from qgraph.lost_weights import LOST, Coarse, raised
 from qgraph.progress import Progress, Silent
 from qgraph.quant_tensor import QuantTensor
 from qgraph.stored_weight import StoredWeight, WrittenData, stored_weight
@@ -51,6 +51,7 @@ class SiteCheck:
     weight_error: ‖W − Ŵ‖/‖W‖ (Frobenius) over the rows that were read back.
     output_error: the same of the outputs on calibration data, where a solver measured it. It may
         be small where the weight's is large: solvers choose codes by the outputs.
+    coarse: what float16 scales cost the weight, at the first of its sites.
     """
 
     site: str
@@ -61,6 +62,7 @@ class SiteCheck:
     weight_error: float
     detail: str = ""
     output_error: float | None = None
+    coarse: Coarse | None = None
 
     @property
     def lost(self) -> str:
@@ -111,11 +113,16 @@ def check_model(
 
 @dataclasses.dataclass(frozen=True)
 class _Bytes:
-    """worst: the largest |w − ŵ| divided by its bound. error: ‖W − Ŵ‖/‖W‖."""
+    """worst: the largest |w − ŵ| divided by its bound. error: ‖W − Ŵ‖/‖W‖.
+
+    raised: groups whose scale float16 has no smaller one for, of `groups` that were read.
+    """
 
     worst: float
     error: float
     detail: str = ""
+    raised: int = 0
+    groups: int = 0
 
     @property
     def ok(self) -> bool:
@@ -126,11 +133,12 @@ class _Bytes:
 def _check_bytes(weight: StoredWeight) -> _Bytes:
     """Compare the stored rows of one weight with its source."""
     worst, error, norm = 0.0, 0.0, 0.0
-    detail = ""
+    coarse, groups, detail = 0, 0, ""
     for start, stop in weight.sample():
         try:
             with np.errstate(all="ignore"):  # damaged scales may be anything
-                found = weight.source.deviation(start, stop, weight.rows(start, stop))
+                rows = weight.rows(start, stop)
+                found = weight.source.deviation(start, stop, rows)
         except ValueError as wrong:
             return _Bytes(math.inf, math.nan, f"rows {start} to {stop}: {wrong}")
         ratio = math.inf if math.isnan(found.worst) else found.worst
@@ -139,8 +147,9 @@ def _check_bytes(weight: StoredWeight) -> _Bytes:
             detail = f"rows {start} to {stop} are {worst:.3g} times their rounding bound off"
         error += found.error_sq
         norm += found.norm_sq
+        coarse, groups = coarse + raised(rows.scales), groups + rows.scales.size
     weight.source.release()
-    return _Bytes(worst, math.sqrt(error / norm) if norm else 0.0, detail)
+    return _Bytes(worst, math.sqrt(error / norm) if norm else 0.0, detail, coarse, groups)
 
 
 def _site_check(site: str, probe: Probe, stored: _Bytes, verdict: Verdict | None) -> SiteCheck:
@@ -156,7 +165,9 @@ def _site_check(site: str, probe: Probe, stored: _Bytes, verdict: Verdict | None
         return SiteCheck(site, probe.key, False, code, ratio, stored.error, detail)
     detail = verdict.detail if verdict else ""
     outputs = probe.weight.source.output_error
-    return SiteCheck(site, probe.key, True, None, ratio, stored.error, detail, outputs)
+    first = site == probe.sites[0]
+    coarse = Coarse(site, stored.raised, stored.groups, stored.error) if first else None
+    return SiteCheck(site, probe.key, True, None, ratio, stored.error, detail, outputs, coarse)
 
 
 def _advancing(results: Iterable[_T], progress: Progress, done: int = 0) -> Iterator[_T]:

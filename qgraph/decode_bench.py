@@ -41,13 +41,15 @@ def bench_decode(
     new_tokens: int = TOKENS,
     rounds: int = 5,
     threads: int = 0,
+    memory: bool = True,
     target: str = "ort-cpu",
     progress: Progress | None = None,
 ) -> DecodeBench:
     """Measure how fast decoders read a prompt and make tokens after it, greedily.
 
     All sides run in this process, turn by turn, each on the same prompt of random tokens; each
-    has a round to warm up. Peak memory is that of a process of its own, for a model in a file.
+    has a round to warm up. Peak memory is that of a process of its own, for a model in a file;
+    without `memory` these do not run.
 
     Raises:
         InputError: no decoder, or a number that makes no sense.
@@ -84,11 +86,12 @@ def bench_decode(
             taken[side] += [turn] if at else []
         order = [*order[1:], *order[:1]]
         steps.advance(at + 1)
-    steps.stage("measuring memory", total=len(sources))
-    memory = []
-    for source in sources:
-        memory.append(_memory(source, prompt_tokens, new_tokens, target, threads))
-        steps.advance(len(memory))
+    peaks: list[Memory | None] = [None] * len(sources)
+    if memory:
+        steps.stage("measuring memory (--no-memory leaves it out)", total=len(sources))
+        for at, source in enumerate(sources):
+            peaks[at] = _memory(source, prompt_tokens, new_tokens, target, threads)
+            steps.advance(at + 1)
     steps.finish()
     sides = tuple(
         DecodeSide(
@@ -99,11 +102,11 @@ def bench_decode(
             each.decoder.shared,
             peak,
         )
-        for name, turns, each, peak in zip(names, taken, opened, memory, strict=True)
+        for name, turns, each, peak in zip(names, taken, opened, peaks, strict=True)
     )
     return DecodeBench(
         target, runtime.capabilities().runtime, cpu_name(), threads, rounds, prompt_tokens,
-        new_tokens, sides,
+        new_tokens, sides, memory,
     )  # fmt: skip
 
 

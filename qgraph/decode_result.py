@@ -26,7 +26,8 @@ class DecodeSide:
 
     prompt: seconds from the prompt to its first token. step: seconds of each token after it, the
     median of a round's. cached: false where every token reads the whole text again.
-    shared: past and present are one buffer. memory: None for a graph in memory.
+    shared: past and present are one buffer. memory: None where it was not measured, and for a
+    graph in memory.
     """
 
     name: str
@@ -42,6 +43,7 @@ class DecodeBench:
     """What `bench --decode` found; the model itself is the first side.
 
     prompt_tokens, new_tokens: how many were read, and made after it.
+    memory: whether it was to be measured.
     """
 
     target: str
@@ -52,6 +54,7 @@ class DecodeBench:
     prompt_tokens: int
     new_tokens: int
     sides: tuple[DecodeSide, ...]
+    memory: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as schema 1; ratios are of times, over the first side's."""

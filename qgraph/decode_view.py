@@ -28,6 +28,8 @@ def render(bench: DecodeBench, console: Console) -> None:
     print_line(console, "")
     header = ("side", "prompt t/s", "×", "first token ms", "decode t/s", "×", "peak MB", "cache")
     print_table(console, header, [_row(bench, side) for side in bench.sides], "lrlrrlrl")
+    if not bench.memory:
+        print_line(console, "peak memory was left out (--no-memory)")
 
 
 def _row(bench: DecodeBench, side: DecodeSide) -> list[str]:

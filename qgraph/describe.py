@@ -33,6 +33,7 @@ from qgraph.plan import Decision
 from qgraph.planning import make_plan
 from qgraph.recipe import Recipe
 from qgraph.report import REASONS
+from qgraph.runtime_needs import needs_for
 from qgraph.scopes import nodes
 from qgraph.sites import Site
 
@@ -71,6 +72,7 @@ def describe(graph: Graph, capabilities: Capabilities, metadata: Mapping[str, An
         others=dict(others),
         fusions=from_metadata(metadata),
         notes=(*graph.notes, *cache_notes(graph.model)),
+        needs=needs_for(capabilities.target, graph.model),
     )
 
 

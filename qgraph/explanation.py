@@ -17,6 +17,7 @@ from qgraph.coverage import LINEAR_ROLES, Coverage
 from qgraph.fused_ops import FusionRow
 from qgraph.report import REASONS, Step
 from qgraph.run_profile import Profile
+from qgraph.runtime_needs import Needs
 from qgraph.selectors import Selector, check, layer_count
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class Explanation:
 
     source: "plan" (nothing written), "file", or "run" (a file and the profile of a run).
     others: counts by op type of the nodes that are no sites (without a profile).
+    needs: the oldest ONNX Runtime that runs the file; None for a plan, and for other runtimes.
     """
 
     model: str
@@ -144,6 +146,7 @@ class Explanation:
     proofs: tuple[LevelProof, ...] = ()
     notes: tuple[str, ...] = ()
     fusions: tuple[FusionRow, ...] = ()
+    needs: Needs | None = None
 
     def select(self, selector: str) -> tuple[SiteRow, ...]:
         """The sites that a selector names, see `qgraph.selectors`.
@@ -259,6 +262,7 @@ class Explanation:
             ],
             "notes": list(self.notes),
             "fusions": [dataclasses.asdict(row) for row in self.fusions],
+            "oldest_runtime": self.needs.to_json() if self.needs is not None else None,
         }
 
     def _site_json(self, row: SiteRow) -> dict[str, Any]:

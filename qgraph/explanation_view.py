@@ -42,6 +42,8 @@ def render(
     _fusions(explanation, console)
     _proofs(explanation, console)
     render_reasons(explanation, console)
+    if explanation.needs is not None:
+        print_line(console, explanation.needs.line)
     for note in explanation.notes:
         print_line(console, f"note: {note}")
 

@@ -13,7 +13,7 @@ from qgraph.constants import open_array
 from qgraph.errors import InputError
 from qgraph.exported_weights import Place
 from qgraph.graph import Graph
-from qgraph.passes.fuse_bias import LINEAR, bias_of
+from qgraph.passes.packed_linear import bias_of_site
 from qgraph.sites import Site
 
 
@@ -72,7 +72,7 @@ def biases_apart(
     found: dict[str, dict[str, ir.TensorProtocol]] = {}
     for site in graph.sites():
         held = [place for place in places.get(site.name, ()) if place.rows is not None]
-        bias = bias_of(site.node) if held and site.node.op_type == LINEAR else None
+        bias = bias_of_site(site.node) if held else None
         if bias is None or bias.const_value is None:
             continue
         whole = open_array(bias.const_value)

@@ -18,6 +18,8 @@ from qgraph.export_places import biases_apart, parameter, places_of
 from qgraph.exported_weights import Place, weights_of
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
+from qgraph.lost_weights import WIDER, coarse_notes
+from qgraph.out_file import require_new
 from qgraph.progress import Progress, Silent
 from qgraph.recipe import FLOAT, Override, Recipe
 from qgraph.report import Report
@@ -89,8 +91,7 @@ def export_checkpoint(
             f"export has no option {unknown[0]!r}{registry.did_you_mean(unknown[0], _OPTIONS)}"
         )
     out = Path(output)
-    if os.path.lexists(out):
-        raise InputError(f"{out} exists: choose another place, or remove it first")
+    require_new(out, in_folder=layout == "gguf")
     said.stage("capture")
     graph = capture(model)
     folder = _beside(writer, model, like)
@@ -111,6 +112,7 @@ def export_checkpoint(
     said.stage("write", total=1000)
     files = writer.save(out, outgoing, lambda done, size: said.advance(1000 * done // max(1, size)))
     said.finish()
+    notes += coarse_notes([entry.coarse for entry in outgoing.entries], WIDER)
     written = [entry.name for entry in outgoing.entries]
     return Exported(files, layout, written, len(outgoing.floats), notes, report)
 

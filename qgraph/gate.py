@@ -14,6 +14,7 @@ from qgraph.pass_names import FUSES_OPS
 from qgraph.plan import QuantPlan
 from qgraph.recipe import FLOAT, Recipe
 from qgraph.run_notes import write_report
+from qgraph.runtime_needs import restricted
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
@@ -39,7 +40,7 @@ def capabilities_of(
         raise MissingExtra(
             "onnxruntime", "cpu", "checking the result", "Or skip the check with --no-check."
         )
-    return runtime.capabilities()
+    return restricted(runtime.capabilities(), recipe)
 
 
 def check_cache(graph: Graph, recipe: Recipe) -> None:

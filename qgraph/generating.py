@@ -129,6 +129,7 @@ class TextModel:
         for each in stop:
             if not isinstance(each, str):
                 raise InputError(f"stop has {each!r}: wanted texts")
+            whole_text(each, "the stop text")
         ends = frozenset(self.files.ends(self.encoder) | self._named_ends(stop_tokens))
         prompts = tuple(self.encode(each, chat) for each in _prompts(prompt))
         how = sampling or Sampling()
@@ -152,10 +153,10 @@ class TextModel:
         if chat and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, str):
-            ids = self.encoder.encode(_whole_text(prompt)).ids
+            ids = self.encoder.encode(whole_text(prompt)).ids
         else:
             # The template writes special tokens itself.
-            text = _whole_text(self._chat(prompt))
+            text = whole_text(self._chat(prompt))
             ids = self.encoder.encode(text, add_special_tokens=False).ids
         if not ids:
             raise InputError("the prompt has no tokens: give some text to go on from")
@@ -179,6 +180,8 @@ class TextModel:
     def _named_ends(self, tokens: Sequence[int | str]) -> dict[int, str]:
         found = {}
         for token in tokens:
+            if isinstance(token, str):
+                whole_text(token, "the stop token")
             known = token if isinstance(token, int) else self.encoder.token_to_id(token)
             if known is None:
                 raise InputError(
@@ -192,8 +195,8 @@ class TextModel:
         return found
 
 
-def _whole_text(text: str) -> str:
-    """Refuse half characters, which come of bytes that are no text.
+def whole_text(text: str, what: str = "the prompt") -> str:
+    """The text; half characters, which come of bytes that are no text, are refused.
 
     Raises:
         InputError: it has some.
@@ -202,7 +205,7 @@ def _whole_text(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"the prompt has {text[error.start]!r} at character {error.start + 1}, which is half "
+            f"{what} has {text[error.start]!r} at character {error.start + 1}, which is half "
             "a character: was it read from bytes that are no UTF-8?"
         ) from None
     return text

@@ -22,7 +22,7 @@ from qgraph.outcomes import Result
 from qgraph.own_graph import check_whole, own_graph, read_already
 from qgraph.progress import Progress, Silent
 from qgraph.recipe import Recipe
-from qgraph.run_notes import output_file
+from qgraph.run_notes import check_paths, output_file
 from qgraph.sites import Site
 
 if TYPE_CHECKING:
@@ -84,6 +84,11 @@ def import_checkpoint(
             missed its error bound.
     """
     said = progress or Silent()
+    written = output_file(output) if output is not None and not dry_run else None
+    reported = Path(report) if report is not None else None
+    inputs = [Path(each) for each in (checkpoint, model) if isinstance(each, str | os.PathLike)]
+    if all(path.exists() for path in inputs):
+        check_paths(inputs, written, reported, force)  # before any work
     said.stage("checkpoint")
     opened = _opened(checkpoint)
     names = _bindings(bindings)
@@ -107,14 +112,16 @@ def import_checkpoint(
         dequantize_at_load=dequantize_at_load,
         min_elements=0,
     )
-    run = Run(recipe, target, said, strict, min_coverage, check, dry_run, imported=imported)
-    run.origin = {"checkpoint": {"layout": opened.layout}}
+    run = Run(
+        recipe, target, said, strict, min_coverage, check, dry_run,
+        imported=imported, origin={"checkpoint": {"layout": opened.layout}},
+    )  # fmt: skip
     return run.optimize(
         graph,
-        output_file(output) if output is not None and not dry_run else None,
+        written,
         single_file=single_file,
         force=force,
-        report=Path(report) if report is not None else None,
+        report=reported,
     )
 
 

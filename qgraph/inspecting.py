@@ -113,7 +113,7 @@ def inspect(
     Raises:
         InputError: no checkpoint, or a damaged one.
     """
-    if Path(path).suffix == ".onnx":
+    if Path(path).suffix == ".onnx" and Path(path).is_file():
         raise InputError(f"{path} is an ONNX model, no checkpoint: qgraph explain {path}")
     opened = open_checkpoint(path)
     asked = {target: _kernels(target) for target in targets} if kernels else {}

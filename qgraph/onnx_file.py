@@ -44,6 +44,17 @@ def load(path: str | os.PathLike[str]) -> ir.Model:
     return model
 
 
+def require_model(path: str | os.PathLike[str]) -> None:
+    """Look at an ONNX file before a runtime opens it, whose words for what it is not are its own.
+
+    Raises:
+        InputError: no readable ONNX model at `path`.
+    """
+    file = _checked_path(path)
+    data = inline_data.read(file)
+    _check_model(_parse(data, file, os.path.getsize(file)), file, data[:64])
+
+
 def loads(data: bytes) -> ir.Model:
     """Read the bytes of an ONNX file, which hold all its weights.
 

@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -105,6 +106,35 @@ class OutFile:
                 wait([self._syncing])
             self._open = False
             os.close(self.fd)
+
+
+def why_unwritable(folder: Path) -> str:
+    """Why no new file can be made in a folder; empty where one can. Leaves none there."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"cannot write in {folder}: {error.strerror or error}"
+
+
+def require_new(output: Path, *, in_folder: bool) -> None:
+    """Refuse the place of a new checkpoint before any work; leaves nothing there.
+
+    in_folder: its folder has to be there; folders above a folder are made with it.
+
+    Raises:
+        InputError: there is something, there is no such folder, or it cannot be written.
+    """
+    if os.path.lexists(output):
+        raise InputError(f"{output} exists: choose another place, or remove it first")
+    folder = output.absolute().parent
+    if in_folder and not folder.is_dir():
+        raise InputError(f"there is no folder {folder}: create it, or choose another output")
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    why = why_unwritable(folder)
+    if why:
+        raise InputError(f"{why}; choose another output")
 
 
 def write_file(target: Path, data: bytes) -> None:

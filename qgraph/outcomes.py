@@ -9,11 +9,13 @@ from typing import Any, Protocol
 
 from qgraph._version import __version__
 from qgraph.graph import Graph
-from qgraph.plan import UNSOLVED, QuantPlan
+from qgraph.plan import UNSOLVED, Decision, QuantPlan
 from qgraph.prediction import Prediction
 from qgraph.recipe import Recipe
 from qgraph.report import SCHEMA, Report, Step
+from qgraph.row_branches import MANY
 from qgraph.run_notes import entry
+from qgraph.sites import Site
 
 ROWS_ORDERED = "rows_ordered_for"
 """What the metadata of a site names where its rows lie in the order of that other site."""
@@ -110,16 +112,37 @@ def merged_sites(
 ) -> dict[str, dict[str, Any]]:
     """What the metadata says of sites that hold the rows of others, one behind the other.
 
-    merged: such a site → those, in place of which it stands.
+    merged: such a site → those, in place of which it stands; a copy for many rows is told with it.
     """
     found = {}
     for name, held in merged.items():
+        if name.endswith(MANY) and name.removesuffix(MANY) in merged:
+            continue
         items = [item for site in held if (item := plan.of(site)) is not None]
         one = dataclasses.replace(
             items[0],
             n=sum(item.n for item in items),
+            detail=_detail(items),
             weight=" + ".join(item.weight for item in items),
             module=" + ".join(item.module for item in items if item.module),
         )
         found[name] = {**entry(one, errors.get(name)), "holds": list(held)}
     return found
+
+
+def _detail(items: Sequence[Decision]) -> str:
+    """What the first one's decision says, with what all of their second weights add."""
+    first = items[0]
+    if first.many is None:
+        return first.detail
+    total = sum(item.many.packed_bytes for item in items if item.many is not None)
+    every = dataclasses.replace(first.many, packed_bytes=total)
+    return first.detail.replace(first.many.more, every.more)
+
+
+def told_apart(sites: Sequence[Site], merged: Mapping[str, Sequence[str]]) -> list[Site]:
+    """`sites`, and each that holds others' rows once for each of those, under its name."""
+    held = [
+        dataclasses.replace(site, name=name) for site in sites for name in merged.get(site.name, ())
+    ]
+    return [*sites, *held]

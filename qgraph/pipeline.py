@@ -17,10 +17,9 @@ from qgraph.errors import InputError
 from qgraph.optimizing import Run
 from qgraph.outcomes import Result
 from qgraph.progress import Progress, Silent
-from qgraph.recipe import Override, Recipe, parse_size
-from qgraph.run_notes import (
-    output_file,
-)
+from qgraph.recipe import Override, Recipe
+from qgraph.run_notes import output_file
+from qgraph.sizes import parse_size
 from qgraph.sources import Calibrate
 
 if TYPE_CHECKING:
@@ -65,6 +64,7 @@ def optimize(
     sequence: int = 512,
     unfused: str | None = None,
     prefer: str | None = None,
+    min_runtime: str | None = None,
     purpose: str | None = None,
     tune: bool = False,
     dequantize_at_load: bool | None = None,
@@ -110,6 +110,8 @@ def optimize(
         add_cache: give a decoder that was exported without a cache past_key_values and present.
         kv_cache: round the cache of a decoder: "int8", "int4", "fp8", or as "int8:scale=tensor",
             by scales from `calibrate`.
+        min_runtime: the oldest ONNX Runtime that has to run the result, as "1.27": kernels and
+            fused ops that are newer are not used.
         check: run each kernel in use on the written bytes before the model is called good.
         purpose: what the model is to be fast at: "decode" (few rows), "prefill" (many) or "both";
             formats are chosen by the times that were measured on this machine, else by rule.
@@ -140,6 +142,7 @@ def optimize(
         "min_elements": min_elements,
         "unfused": unfused,
         "prefer": prefer,
+        "min_runtime": min_runtime,
         "purpose": purpose,
         "dequantize_at_load": dequantize_at_load,
         "fuse": fuse,

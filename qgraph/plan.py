@@ -38,6 +38,11 @@ class Many:
     packed_bytes: int
     outliers: int = 0
 
+    @property
+    def more(self) -> str:
+        """What it adds to the file, in words."""
+        return f"{self.packed_bytes / 1e6:.2f} MB more"
+
 
 @dataclasses.dataclass(frozen=True)
 class Decision:

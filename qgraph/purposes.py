@@ -206,7 +206,7 @@ class _Choice:
             integer.packed_bytes,
             integer.outliers,
         )
-        added = f"from {from_rows} rows {many.kernel}, {many.packed_bytes / 1e6:.2f} MB more"
+        added = f"from {from_rows} rows {many.kernel}, {many.more}"
         return dataclasses.replace(
             item,
             many=many,

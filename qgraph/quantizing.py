@@ -29,6 +29,8 @@ from qgraph.constants import same_file
 from qgraph.errors import CoverageError, InputError, MissingExtra
 from qgraph.formats.base import Array, Format, QuantizedWeight, parse
 from qgraph.kernel_choice import dividing_group
+from qgraph.lost_weights import WIDER, coarse_notes
+from qgraph.out_file import require_new
 from qgraph.passes.solver import Problem, Ranges
 from qgraph.progress import Progress, Silent
 from qgraph.registry import did_you_mean
@@ -175,6 +177,7 @@ def quantize_checkpoint(
     """
     steps = progress or Silent()
     ranges = _ranges(solver)
+    require_new(Path(output), in_folder=layout == "gguf")
     opened = open_checkpoint(checkpoint)
     layout = layout or ("gguf" if opened.layout == "gguf" else "compressed-tensors")
     target = layout_called(layout, gguf_type)
@@ -217,7 +220,8 @@ def quantize_checkpoint(
         lambda done, total: steps.advance(1000 * done // max(1, total)),
     )
     steps.finish()
-    warnings = (*opened.warnings, *target.notes(entries))
+    coarse = coarse_notes([entry.coarse for entry in entries], WIDER)
+    warnings = (*opened.warnings, *target.notes(entries), *coarse)
     return Quantized(Path(output), tuple(files), layout, tuple(entries), tuple(kept), warnings)
 
 

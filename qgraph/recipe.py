@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from qgraph.errors import InputError
+from qgraph.ort_versions import parse_version
+from qgraph.pass_options import converted
 from qgraph.registry import did_you_mean
 
 Configured = TypeVar("Configured")
@@ -28,7 +28,6 @@ CANDIDATES = (
     "uint4:group=64", "uint4:group=32", "int8:group=64", FLOAT,
 )  # fmt: skip
 """What a budget may choose from where nothing else is asked for."""
-_NUMBERS = {"target_bits": (int, float), "max_size": (int, str), "max_kl": (int, float)}
 PURPOSES = ("decode", "prefill", "both")
 """What a model is to be fast at: few rows, many rows, or both."""
 _LEVEL_OPTION = "lower_matmul_nbits.accuracy_level"
@@ -105,6 +104,8 @@ class Recipe:
         (packed, and dequantized block by block in standard operators: small, and slow); `auto`
         is `portable` for formats that are no integers, else `float`.
     prefer: `speed` or `size`, for formats that a fast kernel reads in a larger form.
+    min_runtime: the oldest ONNX Runtime that has to run the result, as in `1.27`: kernels and fused
+        ops that are newer are not used. Empty: the installed one.
     purpose: what the model is to be fast at, one of PURPOSES: formats, groups and activations are
         chosen linear by linear, by measured times where there are any. Empty: as they are asked
         for.
@@ -139,6 +140,7 @@ class Recipe:
     outliers: int = 0
     unfused: str = "auto"
     prefer: str = "speed"
+    min_runtime: str = ""
     purpose: str = ""
     dequantize_at_load: bool = False
     fuse: bool = True
@@ -161,9 +163,11 @@ class Recipe:
             wanted = " or ".join(CALIBRATIONS)
             raise InputError(f"calibration {self.calibration!r}: wanted {wanted}")
         if self.add_cache and not self.fuse:
-            raise InputError("add_cache needs fused attention: leave out fuse = false (--no-fuse)")
+            raise InputError("--add-cache needs fused attention: leave out --no-fuse")
         if self.kv_cache:
             self._check_cache()
+        if self.min_runtime:
+            parse_version(self.min_runtime)
         if self.unfused not in UNFUSED:
             raise InputError(f"unfused {self.unfused!r}: wanted one of {', '.join(UNFUSED)}")
         if self.prefer not in PREFERENCES:
@@ -189,7 +193,9 @@ class Recipe:
 
         CacheFormat.parse(self.kv_cache)
         if not self.fuse:
-            raise InputError("kv_cache needs fused attention: leave out fuse = false (--no-fuse)")
+            raise InputError(
+                f"--kv-cache {self.kv_cache} needs fused attention: leave out --no-fuse"
+            )
 
     def _check_budget(self) -> None:
         given = [self.target_bits is not None, self.max_size is not None, self.mixed]
@@ -293,7 +299,7 @@ class Recipe:
         for key, text in self.options.items():
             owner, _, field = key.partition(".")
             if owner == name:
-                values[field] = _converted(key, text, fields[field].default)
+                values[field] = converted(key, text, fields[field].default)
         return kind(**values)
 
     @property
@@ -308,15 +314,9 @@ class Recipe:
         Raises:
             InputError: unreadable, no TOML, or an unknown or ill-typed key.
         """
-        if path.exists() and not path.is_file():
-            raise InputError(f"recipe {path} is no regular file; wanted a TOML file")
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"recipe {path}: {error.strerror}") from None
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-            raise InputError(f"recipe {path}: {error}") from None
-        return cls(**_fields(table, path))
+        from qgraph.recipe_file import fields  # which imports this module
+
+        return cls(**fields(path))
 
     def to_json(self) -> dict[str, Any]:
         """Only what differs from the default: small and stable."""
@@ -332,100 +332,8 @@ class Recipe:
         return found
 
 
-_OF_A_RUN = frozenset(
-    "calibrate check dry_run force min_coverage output report resume samples sequence single_file "
-    "strict target tokenizer tune".split()
-)
-"""Options of the command line that a recipe does not hold."""
-
-
 def _check_activations(kind: str) -> None:
     if kind not in ACTIVATIONS:
         wanted = ", ".join(ACTIVATIONS)
         near = did_you_mean(kind, ACTIVATIONS)
         raise InputError(f"activations {kind!r}{near} (wanted one of {wanted})")
-
-
-def parse_size(text: str) -> int:
-    """Bytes from `90MB`, `1.5 GB` or `90000000`; a MB is 10⁶ bytes, a MiB 2²⁰.
-
-    Raises:
-        InputError: no number, or another unit.
-    """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kMG]?)(i?)B?\s*", text)
-    if match is None or (match[3] and not match[2]):
-        raise InputError(f"size {text!r}: wanted a number of bytes, as in 90MB, 1.5GB or 700MiB")
-    power = " kMG".index(match[2] or " ")
-    size = float(match[1]) * (1024 if match[3] else 1000) ** power
-    if not size < 2**63:
-        raise InputError(f"size {text[:40]!r}: wanted a number of bytes that a file can have")
-    return int(size)
-
-
-def _converted(key: str, text: str, default: Any) -> Any:
-    if isinstance(default, bool):
-        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        if text.lower() not in words:
-            raise InputError(f"--option {key}={text}: wanted true or false")
-        return words[text.lower()]
-    try:
-        return type(default)(text)
-    except ValueError:
-        raise InputError(f"--option {key}={text}: wanted {type(default).__name__}") from None
-
-
-def _fields(table: dict[str, Any], path: Path) -> dict[str, Any]:
-    sets = table.pop("set", [])
-    if not isinstance(sets, list):
-        raise InputError(f"recipe {path}: set wants [[set]] tables, not {sets!r}")
-    overrides = tuple(_override(item, path) for item in sets)
-    known = {field.name for field in dataclasses.fields(Recipe)} - {"overrides"}
-    found: dict[str, Any] = {"overrides": overrides}
-    for key, value in table.items():
-        if key not in known:
-            if key in _OF_A_RUN:
-                raise InputError(
-                    f"recipe {path}: {key!r} is of a run, and no part of a recipe: give "
-                    f"--{key.replace('_', '-')} on the command line"
-                )
-            near = "; --for is called 'purpose' here" if key == "for" else did_you_mean(key, known)
-            raise InputError(f"recipe {path}: unknown key {key!r}{near}")
-        default = getattr(Recipe(), key)
-        if key in ("include", "exclude", "candidates"):
-            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-                raise InputError(f"recipe {path}: {key} wants a list of texts, not {value!r}")
-            value = tuple(value)
-        elif key == "options":
-            if not isinstance(value, dict):
-                raise InputError(f"recipe {path}: options wants a table, not {value!r}")
-            value = {str(k): str(v) for k, v in value.items()}
-        elif key == "group":
-            if isinstance(value, bool) or not (isinstance(value, int) or value == "row"):
-                raise InputError(f"recipe {path}: group wants a number or 'row', not {value!r}")
-            value = 0 if value == "row" else value
-        elif key == "accuracy_level":
-            value = str(value)
-        elif key in _NUMBERS:
-            if isinstance(value, bool) or not isinstance(value, _NUMBERS[key]):
-                raise InputError(f"recipe {path}: {key} wants a number, not {value!r}")
-            value = parse_size(value) if isinstance(value, str) else value
-        elif type(value) is not type(default):
-            wanted = type(default).__name__
-            raise InputError(f"recipe {path}: {key} wants {wanted}, not {value!r}")
-        found[key] = value
-    return found
-
-
-def _override(item: Any, path: Path) -> Override:
-    known = {"selector", "format", "solver", "activations"}
-    if not isinstance(item, dict) or "selector" not in item or not set(item) <= known:
-        raise InputError(
-            f"recipe {path}: [[set]] wants selector, and format, solver or activations; "
-            f"found {item!r}"
-        )
-    if not all(isinstance(value, str) for value in item.values()):
-        raise InputError(f"recipe {path}: [[set]] takes texts; found {item!r}")
-    try:
-        return Override(**item)
-    except InputError as error:
-        raise InputError(f"recipe {path}: {error}") from None

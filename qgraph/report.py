@@ -62,6 +62,12 @@ _REASONS = (
         "the imported checkpoint holds this weight in float",
         "nothing to do; `qgraph optimize` on the result quantizes it too",
     ),
+    Reason(
+        "NEEDS_NEWER_RUNTIME",
+        "the kernel, or the fused op, is newer than the oldest ONNX Runtime that has to run the "
+        "result: the installed one, or the one of --min-runtime",
+        "a newer --min-runtime, or another format of the weight",
+    ),
     Reason("EXCLUDED", "an option or the recipe keeps it in float", "change what the detail names"),
     Reason(
         "GROUP_DOES_NOT_DIVIDE",

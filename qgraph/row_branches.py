@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from qgraph.scopes import nodes
@@ -18,24 +19,41 @@ from qgraph.site import Site
 
 MANY = "/many"
 """Behind the name of a node: its copy for activations of many rows."""
+_NEVER = 1 << 62
+"""More elements than any activation has."""
 FEW_BODY, MANY_BODY = "then_branch", "else_branch"
+
+
+def branches(model: ir.Model) -> list[ir.Node]:
+    """The Ifs by the number of rows; all stand in the main graph."""
+    return [n for n in model.graph if n.op_type == "If" and not n.domain and _is_ours(n)]
+
+
+def take(model: ir.Model, few: bool) -> None:
+    """Let each of them take one of its bodies, whatever the number of rows."""
+    for branch in branches(model):
+        less = branch.inputs[0].producer() if branch.inputs[0] is not None else None
+        limit = less.inputs[1] if less is not None and less.op_type == "Less" else None
+        assert limit is not None, "an If by the number of rows compares it with a constant"
+        limit.const_value = ir.tensor(np.array(_NEVER if few else 0, np.int64), name=limit.name)
 
 
 def joined(sites: Sequence[Site], model: ir.Model) -> list[Site]:
     """`sites`, those of one node and its copy as one; a dequantized copy is not lowered yet."""
     found = list(sites)
-    for node in model.graph:
-        if node.op_type == "If" and not node.domain and node.name and _is_ours(node):
+    for node in branches(model):
+        if node.name:
             found = _joined(found, node)
     return found
 
 
 def _is_ours(node: ir.Node) -> bool:
-    body = _body(node, MANY_BODY)
+    body = body_of(node, MANY_BODY)
     return body is not None and any((each.name or "").endswith(MANY) for each in body)
 
 
-def _body(node: ir.Node, name: str) -> ir.Graph | None:
+def body_of(node: ir.Node, name: str) -> ir.Graph | None:
+    """A body of a node; None where it has none of this name."""
     attribute = node.attributes.get(name)
     if attribute is None or attribute.type != ir.AttributeType.GRAPH:
         return None
@@ -43,7 +61,7 @@ def _body(node: ir.Node, name: str) -> ir.Graph | None:
 
 
 def _joined(sites: list[Site], branch: ir.Node) -> list[Site]:
-    few, many = (_body(branch, name) for name in (FEW_BODY, MANY_BODY))
+    few, many = (body_of(branch, name) for name in (FEW_BODY, MANY_BODY))
     assert many is not None
     first = {id(node) for node in nodes(few)} if few is not None else set()
     second = {id(node) for node in nodes(many)}

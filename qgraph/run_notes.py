@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from qgraph.errors import InputError
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
 from qgraph.kernel_choice import FOLDING_ENTRY
+from qgraph.out_file import why_unwritable, write_file
 from qgraph.plan import IMPORTED, KEPT, UNSOLVED, Decision, QuantPlan
 from qgraph.recipe import FLOAT
 from qgraph.saved_file import check_output
@@ -28,13 +29,15 @@ from qgraph.sites import Site
 from qgraph.solver_names import without_data
 
 
-def check_paths(graph: Graph, output: Path | None, report: Path | None, force: bool) -> None:
-    """Refuse paths that cannot be written, or would destroy a file, before any work."""
+def check_paths(
+    inputs: Collection[Path], output: Path | None, report: Path | None, force: bool
+) -> None:
+    """Refuse paths that cannot be written, or would destroy one of `inputs`, before any work."""
     if output is not None:
-        check_output(output, force=force, protect=graph.files)
+        check_output(output, force=force, protect=inputs)
     if report is None:
         return
-    protect = [*graph.files, *([output] if output is not None else [])]
+    protect = [*inputs, *([output] if output is not None else [])]
     if any(path.resolve() == report.resolve() or same_file(path, report) for path in protect):
         raise InputError(f"report {report} would overwrite a model: choose another path")
     check_report(report)
@@ -59,8 +62,10 @@ def check_report(report: Path) -> None:
             os.unlink(target)
         except FileExistsError:
             os.close(os.open(target, os.O_WRONLY | os.O_APPEND))
+            if why := why_unwritable(Path(target).parent):  # a new file takes its place
+                raise _unwritable(report, why) from None
     except OSError as error:
-        raise _unwritable(report, error) from None
+        raise _unwritable(report, error.strerror) from None
 
 
 def output_file(output: str | os.PathLike[str]) -> Path:
@@ -258,18 +263,27 @@ def peak_rss() -> int:
 
 
 def write_report(path: Path, content: Mapping[str, Any], files: Sequence[Path] = ()) -> None:
-    """Write JSON; the path was checked before the work began.
+    """Write JSON, all of it or nothing; the path was checked before the work began.
+
+    A pipe or a device gets it as it is made.
 
     files: the model that was written already; an error says so.
     """
+    data = (json.dumps(content, indent=1) + "\n").encode()
+    target = Path(os.path.realpath(path))
     try:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        if target.exists() and not target.is_file():
+            target.write_bytes(data)
+        else:
+            write_file(target, data)
     except OSError as error:
-        raise _unwritable(path, error, files) from None
+        raise _unwritable(path, error.strerror, files) from None
+    except InputError as error:
+        raise _unwritable(path, str(error), files) from None
 
 
-def _unwritable(report: Path, error: OSError, files: Sequence[Path] = ()) -> InputError:
-    words = f"report {report}: {error.strerror}: choose a path that can be written"
+def _unwritable(report: Path, why: str | None, files: Sequence[Path] = ()) -> InputError:
+    words = f"report {report}: {why}: choose a path that can be written"
     if files:
         words += f"\nthe model was written to {files[0]}; only the report is missing or incomplete"
     return InputError(words)

@@ -52,12 +52,16 @@ class RunOf:
     against_times: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
-    def line(self) -> str:
-        """In words: `16 rows (input_ids 1×16), median of 10 runs`."""
+    def inputs(self) -> str:
+        """In words: `16 rows (input_ids 1×16)`."""
         rows = "" if self.rows is None else f"{self.rows} row{'s' * (self.rows != 1)} "
         sizes = {name: "×".join(map(str, dims)) for name, dims in self.shapes.items()}
-        shapes = ", ".join(f"{name} {size}".rstrip() for name, size in sizes.items())
-        return f"{rows}({shapes}), median of {self.runs} runs"
+        return f"{rows}({', '.join(f'{name} {size}'.rstrip() for name, size in sizes.items())})"
+
+    @property
+    def line(self) -> str:
+        """In words: `16 rows (input_ids 1×16), median of 10 runs`."""
+        return f"{self.inputs}, median of {self.runs} runs"
 
 
 @dataclasses.dataclass(frozen=True)

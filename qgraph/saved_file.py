@@ -17,7 +17,7 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # has no types
 
 from qgraph.errors import InputError
-from qgraph.out_file import abandoned
+from qgraph.out_file import abandoned, why_unwritable
 
 METADATA_KEY = "qgraph"
 OUTDATED = ".outdated"
@@ -53,8 +53,9 @@ def check_output(output: Path, *, force: bool = False, protect: Collection[Path]
         raise InputError(f"the name of the output is not UTF-8: {output.name!r}") from None
     if output.is_dir():
         raise InputError(f"the output {output} is a folder: name a file in it")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"no permission to write in {folder}: choose another output")
+    why = why_unwritable(folder)
+    if why:
+        raise InputError(f"{why}; choose another output")
     if any(_same_file(output, path) for path in protect):
         raise InputError(
             f"the output {output} is a file of the input, which would be lost: "

@@ -63,6 +63,7 @@ class KernelRun:
         of a function's body `CALL/NAME`.
     microseconds: without those of nodes in its bodies, where the runtime counts them apart.
     domain: "" for ONNX's own operators.
+    inputs, outputs: their shapes in the last call, where the runtime tells them.
     """
 
     node: str
@@ -71,6 +72,8 @@ class KernelRun:
     provider: str
     calls: int
     microseconds: float
+    inputs: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

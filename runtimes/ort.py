@@ -9,6 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from qgraph.capabilities import Capabilities
+from qgraph.ort_versions import installed
 from qgraph.runtimes.base import Feeds, KernelRun, Model, Runtime, Session, ValueSpec
 from qgraph.runtimes.ort_kernels import (
     CPU_PROVIDER,
@@ -46,7 +47,7 @@ class OrtRuntime(Runtime):
         """See `Runtime.capabilities`."""
         return Capabilities(
             self.target, self.provider, self._title(), rules(self.target), folds=True,
-            known_ops=known_ops(self.provider),
+            known_ops=known_ops(self.provider), oldest=installed(installed_version()),
         )  # fmt: skip
 
     def open(

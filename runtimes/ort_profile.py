@@ -98,14 +98,22 @@ def _kernel_runs(events: list[dict[str, Any]], runs: int, known: dict[str, str])
         if event.get("cat") == "Node" and event["name"].endswith(_KERNEL) and event["ts"] >= start
     ]
     times: dict[tuple[str, str, str], list[float]] = {}
+    shapes = {}
     for event, own in zip(ran, _own_times(ran), strict=True):
         args = event["args"]
         key = (event["name"].removesuffix(_KERNEL), args["op_name"], args.get("provider", ""))
         times.setdefault(key, []).append(own)
+        shapes[key] = (_shapes(args, "input_type_shape"), _shapes(args, "output_type_shape"))
     return [
-        KernelRun(node, op, _domain(node, op, known), provider, *_typical(each, runs))
-        for (node, op, provider), each in times.items()
-    ]
+        KernelRun(key[0], key[1], _domain(*key[:2], known), key[2], *_typical(each, runs),
+                  *shapes[key])
+        for key, each in times.items()
+    ]  # fmt: skip
+
+
+def _shapes(args: Mapping[str, Any], name: str) -> tuple[tuple[int, ...], ...]:
+    """Those of an event, each given as `{"float": [1, 128]}`."""
+    return tuple(tuple(dims) for each in args.get(name, []) for dims in each.values())
 
 
 def _own_times(events: Sequence[Mapping[str, Any]]) -> list[float]:

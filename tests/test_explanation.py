@@ -152,6 +152,7 @@ def test_json_is_versioned_and_carries_meaning_and_hint() -> None:
     assert set(data) == {
         "schema", "model", "source", "target", "runtime", "summary", "totals", "total_us",
         "sites", "kernels", "other_ops", "level_proofs", "notes", "run", "fusions",
+        "oldest_runtime",
     }  # fmt: skip
     last = data["sites"][2]
     assert last["hint"] == REASONS["WEIGHT_NOT_CONSTANT"].hint

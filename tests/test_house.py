@@ -60,6 +60,7 @@ PUBLIC = {
 }
 
 REASON_CODES = {
+    "NEEDS_NEWER_RUNTIME",
     "WEIGHT_LOST",
     "SLOW_KERNEL",
     "SLOWER_THAN_FLOAT",
@@ -236,9 +237,11 @@ def test_every_core_module_is_in_the_contract() -> None:
         "generating",
         "importing",
         "inspecting",
+        "lowering",
         "optimizing",
         "own_graph",
         "pipeline",
+        "preparing",
         "quantizing",
         "tuning",
     }
@@ -266,6 +269,33 @@ def test_readme_names_every_format_target_and_solver() -> None:
     for kind in ("format", "target", "solver"):
         for name in registry.names(kind):
             assert f"`{name}`" in readme
+
+
+def messages() -> str:
+    """Every text in the code, a line each, with … for what is put in."""
+    found = []
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "…" for p in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_messages_that_readme_quotes_are_in_the_code() -> None:
+    """Each run of three words of them; a word at its end may be what is put in."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("\n## When something is wrong\n")[2].partition("\n## ")[0]
+    quoted = re.findall(r"^\| `([^`|]+)` \|", table, re.MULTILINE)
+    assert len(quoted) >= 4
+    known = messages()
+    for quote in quoted:
+        pieces = [piece.split() for piece in quote.split("…")]
+        runs = [" ".join(words[:3]) for words in pieces if len(words) >= 3]
+        assert runs, quote
+        assert all(run in known for run in runs), quote
 
 
 def test_no_text_points_at_this_machine() -> None:

@@ -112,5 +112,8 @@ def test_a_float_checkpoint_can_be_quantized(
 
 
 def test_an_onnx_model_is_explained_instead(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no file and no folder: wanted a checkpoint"):
+        qgraph.inspect(tmp_path / "model.onnx")
+    (tmp_path / "model.onnx").write_bytes(b"\x08\x0a")
     with pytest.raises(InputError, match=r"qgraph explain .*model\.onnx"):
         qgraph.inspect(tmp_path / "model.onnx")

@@ -135,3 +135,52 @@ def test_rows_that_are_lost_count_by_what_they_weigh(small: int, lost: bool) -> 
             entry.check_written()
     else:
         entry.check_written()
+
+
+def off(wanted: Array, found: Array) -> float:
+    return float(np.linalg.norm(wanted - found) / np.linalg.norm(wanted))
+
+
+@pytest.mark.parametrize("size, noted", [(1.0, False), (1e-4, True)])
+@pytest.mark.parametrize("layout", ["gptq", "compressed-tensors"])
+def test_a_weight_that_lost_bits_to_float16_is_noted(
+    tmp_path: Path, layout: str, size: float, noted: bool
+) -> None:
+    source = folder(tmp_path / "f", size)
+    done = quantize_checkpoint(source, tmp_path / "out", layout=layout, format=LAYOUTS[layout])
+    entry = open_checkpoint(tmp_path / "out").entries[UP]
+    error = off(weights(size)[UP], entry.dequantized(0, 64))
+    told = [each for each in done.warnings if "too coarse" in each]
+    assert len(told) == (noted and layout == "gptq")
+    if told:
+        assert told[0].startswith("256 of 256 groups in 1 weight have steps")
+        assert f"{UP} is {error:.1%} off; keep it in float with --exclude '{UP}', or" in told[0]
+        assert 0.15 < error < 0.2
+    else:
+        assert error < 0.1
+
+
+def half_graph(path: Path, size: float) -> Path:
+    """`graph` in float16, the first half of up's columns of that size and the others of size 1."""
+    proto = onnx.load(graph(path, 1.0))
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    for tensor in proto.graph.initializer:
+        array = onnx.numpy_helper.to_array(tensor).astype(np.float16)
+        if tensor.name == UP:
+            array[:64] *= np.float16(size)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    onnx.save(proto, path)
+    return path
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+def test_a_float16_graph_that_lost_bits_is_noted(tmp_path: Path, size: float) -> None:
+    source = half_graph(tmp_path / "m.onnx", size)
+    made = qgraph.optimize(source, tmp_path / "q.onnx", format="uint4", group=32)
+    told = [each for each in made.report.notes if "too coarse" in each]
+    assert len(told) == (size < 1)
+    if told:
+        assert told[0].startswith("128 of 256 groups in 1 weight have steps that are too coarse")
+        assert "up is " in told[0]
+        assert told[0].endswith("--exclude 'up', or make the model float32 first")

@@ -15,7 +15,7 @@ from qgraph import check
 from qgraph.errors import InputError, NumericError
 from qgraph.mixed import Option, Problem, Unit
 from qgraph.models import tiny
-from qgraph.recipe import Recipe, parse_size
+from qgraph.recipe import Recipe
 
 DATA = tiny.batches("eval", 64, 16)
 
@@ -160,24 +160,6 @@ def test_budgets_that_floats_keep(model: Path, options: dict[str, Any], words: s
     narrow = {"candidates": ("int8:group=64",), "dry_run": True}
     found = qgraph.optimize(model, calibrate=DATA, **narrow, **options)
     assert all(item.quantized for item in found.plan.decisions)
-
-
-@pytest.mark.parametrize("text", ["9" * 400 + "MB", "9999999999GB"])
-def test_sizes_that_no_file_has(text: str) -> None:
-    with pytest.raises(InputError, match="a number of bytes that a file can have"):
-        parse_size(text)
-
-
-@pytest.mark.parametrize(
-    "text,size",
-    [("90MB", 90_000_000), ("1.5 GB", 1_500_000_000), ("7", 7), ("2KiB", None), ("2MiB", 2 << 20)],
-)
-def test_sizes(text: str, size: int | None) -> None:
-    if size is None:
-        with pytest.raises(InputError, match="as in 90MB"):
-            parse_size(text)
-        return
-    assert parse_size(text) == size
 
 
 def test_recipe_files(tmp_path: Path) -> None:

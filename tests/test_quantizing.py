@@ -195,7 +195,7 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"wrote {out}/config.json" in text
     assert f"next: qgraph inspect {out}" in text
     assert run(["quantize", str(tmp_path / "in"), "-o", str(out)]) == 2
-    assert "exists: choose another folder" in capsys.readouterr().err
+    assert "exists: choose another place" in capsys.readouterr().err
 
 
 MEMORY = """

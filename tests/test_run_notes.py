@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -73,6 +74,26 @@ def test_a_pipe_gets_the_report_whole(tmp_path: Path) -> None:
     write_report(pipe, {"a": 1})
     reader.join(timeout=10)
     assert [json.loads(text) for text in read] == [{"a": 1}]
+
+
+def test_a_report_replaces_another_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, link = tmp_path / "r.json", tmp_path / "link.json"
+    path.write_text("old")
+    link.symlink_to(path)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(qgraph.InputError, match=r"no space left in .*choose a path that can"):
+            write_report(path, {"a": 1})
+    assert (path.read_text(), len(list(tmp_path.iterdir()))) == ("old", 2)
+    write_report(link, {"a": 1})
+    assert link.is_symlink()
+    assert (json.loads(path.read_text()), len(list(tmp_path.iterdir()))) == ({"a": 1}, 2)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")

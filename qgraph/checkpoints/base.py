@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from qgraph.checkpoints.tensors import Stored, StoredTensor
 from qgraph.formats.base import Array, Format, QuantizedWeight
-from qgraph.lost_weights import Tally
+from qgraph.lost_weights import Coarse, Tally
 from qgraph.quant_tensor import BLOCK_BYTES, ROW_STEP, QuantSource
 
 
@@ -75,6 +75,11 @@ class Entry(ABC):
         By the formula of the layout's definition, in float32, from the stored tensors: it shares
         no arithmetic with `format.dequantize`, whose result it checks (`difference`).
         """
+
+    @property
+    def coarse(self) -> Coarse:
+        """What float16 scales cost the weight, once it is written; what came quantized: nothing."""
+        return Coarse(self.name)
 
     def check_written(self) -> None:  # noqa: B027  (what came quantized lost nothing)
         """Say whether the rows that were asked for, all of them, are worth being written.
@@ -135,6 +140,11 @@ class SourceEntry(Entry):
     def check_written(self) -> None:
         """See `Entry.check_written`."""
         self.tally.check(self.name, np.dtype(self.scale_dtype.numpy()).name)
+
+    @property
+    def coarse(self) -> Coarse:
+        """See `Entry.coarse`."""
+        return self.tally.coarse(self.name)
 
     def dequantized(self, start: int, stop: int) -> Array:
         """See `Entry.dequantized`; here the format's own reading is the formula."""

@@ -286,7 +286,10 @@ def open_stored(path: Path) -> Stored:
         config = read_json(path, "config.json")
         return Stored(path, config, _quantization(path, config), _of_shards(path))
     if not os.path.isfile(path):
-        raise InputError(f"{path} is no file and no folder")
+        raise InputError(
+            f"{path} is no file and no folder: wanted a checkpoint, which is a folder with "
+            "safetensors and config.json, a .safetensors file or a .gguf file"
+        )
     try:
         with open(path, "rb") as file:
             head = file.read(16)

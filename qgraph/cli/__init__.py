@@ -7,6 +7,7 @@ a command runs.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -33,6 +34,8 @@ INTERRUPTED = 130
 # What a shell shows for a program that SIGPIPE ended.
 BROKEN_PIPE = 141
 USAGE = 2
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What a write meets on a full disk, at a limit, or where a terminal is gone: no fault of ours."""
 # typer carries its own copy of click, so the class is reached through what typer exports.
 _UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 
@@ -80,25 +83,37 @@ def _common(
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command line `qgraph ARGUMENTS`; the exit status."""
+    if sys.stdout is None:  # it was closed
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        command = typer.main.get_command(app)
-        with command.make_context("qgraph", list(arguments)) as context:
-            command.invoke(context)
+        status = _status(arguments)
         sys.stdout.flush()
-    except typer.Exit as stop:
-        return stop.exit_code
     except (KeyboardInterrupt, typer.Abort) as stop:
         return _say(_noted("interrupted", stop), INTERRUPTED)
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return BROKEN_PIPE
     except Exception as error:
         return _failed(error)
+    return status
+
+
+def _status(arguments: Sequence[str]) -> int:
+    try:
+        command = typer.main.get_command(app)
+        with command.make_context("qgraph", list(arguments)) as context:
+            command.invoke(context)
+    except typer.Exit as stop:
+        return stop.exit_code
     return 0
+
+
+def _drop_output() -> None:
+    """Leave out what stdout did not take: the interpreter would flush it once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _failed(error: Exception) -> int:
@@ -110,6 +125,10 @@ def _failed(error: Exception) -> int:
         return _say(_usage(error), USAGE)
     if isinstance(error, MemoryError):
         return _say(_noted("out of memory", error), 1)
+    if isinstance(error, OSError) and error.errno in _FULL:
+        _drop_output()
+        what = error.filename or "the output, or a temporary file,"
+        return _say(_noted(f"{what} cannot be written: {error.strerror}", error), 1)
     hint = "this is a fault in qgraph: QGRAPH_DEBUG=1 shows where"
     return _say(_noted(f"{type(error).__name__}: {error}\n{hint}", error), 1)
 

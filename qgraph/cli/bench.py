@@ -55,6 +55,14 @@ PromptTokens = Annotated[
 NewTokens = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="With --decode: tokens made after it (64).")
 ]
+Memory = Annotated[
+    bool | None,
+    typer.Option(
+        "--memory/--no-memory",
+        help="With --decode: also measure peak memory, each model once more in a process of its "
+        "own (it does by default).",
+    ),
+]
 Rounds = Annotated[int, typer.Option(metavar="N", min=3, help="How often each side has its turn.")]
 Threads = Annotated[
     int, typer.Option(metavar="N", min=0, help="Threads within an operator; 0: the runtime's own.")
@@ -80,6 +88,7 @@ def bench(
     decode: Decode = False,
     prompt_tokens: PromptTokens = None,
     new_tokens: NewTokens = None,
+    memory: Memory = None,
     rounds: Rounds = 5,
     threads: Threads = 0,
     target: Target = "ort-cpu",
@@ -99,7 +108,7 @@ def bench(
     _check_decode(
         decode,
         {"--rows": rows, "--sites": sites, "--plot": plot},
-        {"--prompt-tokens": prompt_tokens, "--new-tokens": new_tokens},
+        {"--prompt-tokens": prompt_tokens, "--new-tokens": new_tokens, "--memory": memory},
     )
     wanted = numbers(rows or _ROWS)
     from qgraph import bench_plot, benching, console, decode_bench
@@ -117,6 +126,7 @@ def bench(
                 new_tokens=new_tokens or decode_bench.TOKENS,
                 rounds=rounds,
                 threads=threads,
+                memory=memory is not False,
                 target=target,
                 progress=stages,
             )

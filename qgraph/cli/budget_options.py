@@ -25,7 +25,7 @@ MaxSize = Annotated[
         "--max-size",
         metavar="SIZE",
         rich_help_panel=_PANEL,
-        help="Likewise, for files of at most SIZE: 90MB, 1.5GB.",
+        help="Likewise, for files of at most SIZE: 90MB, 1.5GB, 700MiB.",
     ),
 ]
 Mixed = Annotated[

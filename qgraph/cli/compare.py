@@ -100,7 +100,9 @@ def compare(
         )
     _print(found, format_, every)
     if report is not None:
-        _write(report, found)
+        from qgraph.run_notes import write_report
+
+        write_report(report, found.to_json())
         console.print_line(console.messages(), f"wrote {report}")
     if max_kl is not None:
         found.check(max_kl)
@@ -134,12 +136,3 @@ def _print(found: Comparison, shape: str, every: bool) -> None:
     from qgraph import comparison_view, console
 
     comparison_view.render(found, console.output(), every=every)
-
-
-def _write(path: Path, found: Comparison) -> None:
-    try:
-        path.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"--report {path}: {error.strerror}: choose a path that can be written"
-        ) from None

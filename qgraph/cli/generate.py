@@ -115,11 +115,13 @@ def generate(
     """
     _check(prompt, messages, batch)
     from qgraph import console
-    from qgraph.generating import TextModel
+    from qgraph.generating import TextModel, whole_text
     from qgraph.sampling import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     given = _given(prompt, messages, batch)
+    if prompt is not None:
+        whole_text(prompt)  # before the model is loaded
     with console.Stages(console.messages()) as stages:
         stages.stage("loading the model")
         loaded = TextModel(

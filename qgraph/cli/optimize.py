@@ -21,6 +21,7 @@ from qgraph.cli.run_options import (
     Fuse,
     KvCache,
     MinCoverage,
+    MinRuntime,
     Output,
     Prefer,
     Quiet,
@@ -53,7 +54,7 @@ from qgraph.cli.weight_options import (
     Tokenizer,
 )
 from qgraph.errors import InputError
-from qgraph.recipe import parse_size
+from qgraph.sizes import parse_size
 
 if TYPE_CHECKING:
     from qgraph.recipe import Recipe
@@ -82,6 +83,7 @@ def optimize(
     exclude: Exclude = None,
     min_elements: MinElements = None,
     target: Target = "ort-cpu",
+    min_runtime: MinRuntime = None,
     accuracy_level: AccuracyLevel = None,
     activations: Activations = None,
     outliers: Outliers = None,
@@ -134,6 +136,7 @@ def optimize(
         "outliers": outliers,
         "unfused": unfused,
         "prefer": prefer,
+        "min_runtime": min_runtime,
         "purpose": for_,
         "dequantize_at_load": dequantize_at_load or None,
         "fuse": fuse,

@@ -72,6 +72,7 @@ _UNUSUAL = {
     "calibration": "calibration",
     "unfused": "unfused",
     "prefer": "prefer",
+    "min_runtime": "min runtime",
     "purpose": "for",
     "dequantize_at_load": "dequantize at load",
     "fuse": "fuse",

@@ -109,6 +109,15 @@ Target = Annotated[
         help=f"What will run the model: {', '.join(names('target'))}; qdq stays portable.",
     ),
 ]
+MinRuntime = Annotated[
+    str | None,
+    typer.Option(
+        metavar="VERSION",
+        rich_help_panel=_RUNS,
+        help="The oldest ONNX Runtime that has to run the result, as in 1.27: kernels and fused "
+        "ops that are newer are not used. [default: the installed one]",
+    ),
+]
 AccuracyLevel = Annotated[
     str | None,
     typer.Option(

@@ -144,6 +144,11 @@ def smallest_normal(dtype: np.dtype[Any]) -> float:
     return float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
 
 
+def lowest(dtype: np.dtype[Any]) -> float:
+    """The most negative number of a float type, ml_dtypes' among them."""
+    return float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
+
+
 def epsilon(dtype: np.dtype[Any]) -> float:
     """The step behind 1 of a float type, ml_dtypes' among them."""
     return float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]

@@ -303,25 +303,17 @@ class IntegerGroups(Format):
             shape = scales.shape if self.group else scales.shape[:1]
             parts = {"codes": pack_flat(codes, self.bits), "scales": scales.reshape(shape)}
             return parts if zeros is None else {**parts, "zeros": pack_flat(zeros, self.bits)}
-        n, k = codes.shape
-        blocks = self._blocks(k, layout)
-        packed = np.empty((n, blocks.count * blocks.nbytes), np.uint8)
-        points = None if self._float_zeros else zeros
-        for tile in tiles(n, k):
-            fill = self._middle * self._float_zeros if points is None else points[tile, -1:]
-            wide = padded(codes[tile], blocks.width, fill).view(np.uint8)
-            wide = wide + np.uint8(self._offset) if self._offset else wide
-            pack_bits(wide, self.bits, packed[tile])
-        parts = {
-            "codes": packed.reshape(n, blocks.count, blocks.nbytes),
-            "scales": np.repeat(scales, blocks.repeats, axis=1)[:, : blocks.count],
-        }
+        blocks = self._blocks(codes.shape[1], layout)
+        fill = self._middle * self._float_zeros
+        codes = blocks.pack(
+            codes, self._offset, fill if zeros is None or self._float_zeros else zeros[:, -1:]
+        )
+        parts = {"codes": codes, "scales": blocks.repeated(scales)}
         if layout.kind == "sums":
-            added = np.repeat(minimums(weight, self._middle), blocks.repeats, axis=1)
-            return {**parts, "minimums": added[:, : blocks.count]}
+            return {**parts, "minimums": blocks.repeated(minimums(weight, self._middle))}
         if zeros is None:
             return parts
-        zeros = np.repeat(zeros, blocks.repeats, axis=1)[:, : blocks.count]
+        zeros = blocks.repeated(zeros)
         if self._float_zeros:
             return {**parts, "zeros": zeros}
         return {**parts, "zeros": pack_bits(padded(zeros, blocks.zeros_width), self.bits)}
@@ -343,12 +335,7 @@ class IntegerGroups(Format):
                 codes, scales, unpack_flat(parts["zeros"], scales.shape, self.bits)
             )
         blocks = self._blocks(k, layout)
-        packed = parts["codes"].view(np.uint8).reshape(n, -1)
-        codes = np.empty((n, k), np.uint8)
-        for tile in tiles(n, k):
-            np.subtract(
-                unpack_bits(packed[tile], self.bits)[:, :k], np.uint8(self._offset), out=codes[tile]
-            )
+        codes = blocks.unpack(parts["codes"], n, k, self._offset)
         scales = read_scales(parts["scales"], n, blocks.count)[:, :: blocks.repeats]
         if self.symmetric:
             return QuantizedWeight(codes.view(np.int8), scales)

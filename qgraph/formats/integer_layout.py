@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from qgraph.formats.grouping import tiles
-from qgraph.formats.packing import pack_bits, packed_bytes, row_major, unpack_bits
+from qgraph.formats.packing import pack_bits, packed_bytes, padded, row_major, unpack_bits
 from qgraph.formats.parts import Array
 
 
@@ -34,6 +34,33 @@ class Blocks:
     def zeros_width(self) -> int:
         """Zero points in a row, padding included."""
         return packed_bytes(self.count, self.bits) * 8 // self.bits
+
+    def pack(self, codes: Array, offset: int, fill: int | Array) -> Array:
+        """Codes `[n, k]`, made unsigned by `offset`, as bytes `[n, count, nbytes]`.
+
+        fill: the code of the padding, or one for each row `[n, 1]`.
+        """
+        n, k = codes.shape
+        packed = np.empty((n, self.count * self.nbytes), np.uint8)
+        for tile in tiles(n, k):
+            value = fill if isinstance(fill, int) else fill[tile]
+            wide = padded(codes[tile], self.width, value).view(np.uint8)
+            wide = wide + np.uint8(offset) if offset else wide
+            pack_bits(wide, self.bits, packed[tile])
+        return packed.reshape(n, self.count, self.nbytes)
+
+    def unpack(self, part: Array, n: int, k: int, offset: int) -> Array:
+        """The inverse of `pack`: uint8 `[n, k]`, two's complement."""
+        packed = part.view(np.uint8).reshape(n, -1)
+        codes = np.empty((n, k), np.uint8)
+        for tile in tiles(n, k):
+            wide = unpack_bits(packed[tile], self.bits)[:, :k]
+            np.subtract(wide, np.uint8(offset), out=codes[tile])
+        return codes
+
+    def repeated(self, values: Array) -> Array:
+        """One value a group `[n, nb]` as one a block `[n, count]`."""
+        return np.repeat(values, self.repeats, axis=1)[:, : self.count]
 
 
 def pack_flat(values: Array, bits: int) -> Array:

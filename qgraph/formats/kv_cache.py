@@ -66,6 +66,11 @@ class CacheFormat:
         return 4 if self.name == "int4" else 8
 
     @property
+    def clips(self) -> bool:
+        """Whether there are so few codes that ranges had better leave the farthest values out."""
+        return self.name == "int4"
+
+    @property
     def data_type(self) -> ir.DataType:
         """The element type of the cache."""
         return _DATA_TYPES[self.name]
@@ -81,7 +86,7 @@ class CacheFormat:
         return size * self.bits // 8
 
     def scales(self, largest: Array) -> Array:
-        """The scales for magnitudes of at most `largest` `[H, D]`, float32.
+        """The scales for magnitudes that are kept up to `largest` `[H, D]`, float32.
 
         A channel that was 0 throughout has the scale of the largest one: it may not stay so.
         """

@@ -5,8 +5,9 @@
 Sides: `onnxruntime`, the plain export with all optimizations of a session; `optimizer`, the same
 through ONNX Runtime's own offline optimizer of transformers first, where it can be imported; and
 ours, all opened the same way: `float` (`--format float`: fused, weights as they are), `int8`
-(`--for prefill`) and `int4`. All sessions are open in one process, and take turns run by run in an
-order that turns; ratios of medians, with the range over the rounds.
+(`--for prefill`) and `int4`; the notes hold what their runs say of fusing. All sessions are open in
+one process, and take turns run by run in an order that turns; ratios of medians, with the range
+over the rounds.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ def measured(
     for side, options in OURS.items():
         sides[side] = folder / f"{side}.onnx"
         if not sides[side].exists():
-            qgraph.optimize(source, sides[side], **options)
+            made = qgraph.optimize(source, sides[side], **options)
+            notes[side] = "; ".join(each for each in made.report.notes if "fusing" in each)
     return {
         "operators": {side: operators(path) for side, path in sides.items()},
         "notes": notes,

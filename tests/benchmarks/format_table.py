@@ -16,8 +16,6 @@ import datetime
 import json
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +25,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
+from table_file import apart, keep, rows_of
 
 import qgraph
 from qgraph.models import smollm2
@@ -144,19 +143,11 @@ def main() -> None:
         "model": source.stem,
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "versions": {"qgraph": qgraph.__version__, "onnxruntime": ort.__version__},
-        "rows": {},
+        "rows": rows_of(arguments.out),
     }
-    if arguments.out is not None and arguments.out.exists():
-        result["rows"] = json.loads(arguments.out.read_text(encoding="utf-8"))["rows"]
     for name in arguments.rows:
-        command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{name}: {done.stderr}")
-        result["rows"][name] = json.loads(done.stdout.strip().splitlines()[-1])
-        print(json.dumps({name: result["rows"][name]}), flush=True)
-        if arguments.out is not None:
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        row = result["rows"][name] = apart(name)
+        keep(result, name, row, arguments.out)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ import datetime
 import json
 import os
 import platform
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
+from table_file import apart, keep, rows_of
 
 import qgraph
 from qgraph.models import smollm2
@@ -104,21 +103,12 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} threads",
         "versions": {"qgraph": qgraph.__version__, "onnxruntime": ort.__version__},
         "calibration": f"{arguments.samples} × {arguments.sequence} tokens",
-        "rows": {},
+        "rows": rows_of(arguments.out),
     }
-    if arguments.out is not None and arguments.out.exists():
-        result["rows"] = json.loads(arguments.out.read_text(encoding="utf-8"))["rows"]
     for name in arguments.rows:
-        command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
-        if done.returncode:
-            raise SystemExit(f"{name}: {done.stderr}")
-        row = json.loads(done.stdout.strip().splitlines()[-1])
         key = name if arguments.solver == "rtn" else f"{name}, by {arguments.solver}"
-        result["rows"][key] = row
-        print(json.dumps({key: row}), flush=True)
-        if arguments.out is not None:
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        row = result["rows"][key] = apart(name)
+        keep(result, key, row, arguments.out)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ alternate, and the order turns; ratios of medians with the range over the rounds
 chosen by times measured here (`--tune`), kept in the user's cache. With `--calibrate`, prefill
 models with smoothed channels besides: with scales chosen activation by activation (`int8-auto`,
 what `--for prefill` takes), also with float columns where they are far larger than others; and with
-8 float columns everywhere and a scale for each row, or one from calibration, for all; and the
-first of these beside float from the other export, the exporter's defaults. With `--models` the
-models stay in a folder, and are taken from it the next time: make them with `--rounds 0`, and time
-them when the machine is idle. With `--text`, what each loses (KL to float, nats a token, blocks of
-256 tokens).
+8 float columns everywhere and a scale for each row; and the first of these beside float from the
+other export, the exporter's defaults. With `--models` the models stay in a folder, and are taken
+from it the next time: make them with `--rounds 0`, and time them when the machine is idle. With
+`--text`, what each loses (KL to float, nats a token, blocks of 256 tokens).
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ def asked(calibrate: Path | None, samples: int) -> dict[str, dict[str, Any]]:
         few = {"lower_w8a8.threshold": THRESHOLD}
         found["prefill_auto_columns"] = {**columns, "options": few}
         found["prefill_smoothed"] = {**columns, "activations": "int8-row"}
-        found["prefill_static"] = {**columns, "activations": "int8-static"}
         found["prefill_auto_default"] = smoothed
     return found
 

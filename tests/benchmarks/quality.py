@@ -13,10 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import platform
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +22,7 @@ from typing import Any
 import docstrings
 import onnxruntime as ort
 import torch
+from table_file import apart, keep, rows_of
 
 import qgraph
 from qgraph.models import smollm2
@@ -149,20 +147,11 @@ def main() -> None:
             "onnxruntime": ort.__version__,
             "torch": torch.__version__,
         },
-        "rows": {},
+        "rows": rows_of(arguments.out),
     }
-    if arguments.out is not None and arguments.out.exists():
-        result["rows"] = json.loads(arguments.out.read_text(encoding="utf-8"))["rows"]
     for name in arguments.rows:
-        command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
-        if done.returncode:
-            raise SystemExit(f"{name}: {done.stderr}")
-        row = json.loads(done.stdout.strip().splitlines()[-1])
-        result["rows"][name] = row
-        print(json.dumps({name: row}), flush=True)
-        if arguments.out is not None:
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        row = result["rows"][name] = apart(name)
+        keep(result, name, row, arguments.out)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,13 @@ import argparse
 import datetime
 import json
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
+from table_file import apart, keep, rows_of
 
 import qgraph
 from qgraph.machine import cpu_name, usable_cores
@@ -115,17 +114,6 @@ def speeds(source: Path, model: Path, rounds: int) -> dict[str, dict[str, float]
     return result
 
 
-def apart(name: str, only: str, folder: Path) -> Any:
-    """What a half of one row says, run in a process of its own."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--one", name, "--only", only]
-    done = subprocess.run(
-        [*command, "--models", str(folder)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"{name}: {done.stderr}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
 def one(arguments: argparse.Namespace) -> Any:
     """A half of one row."""
     if arguments.only == "make":
@@ -135,10 +123,8 @@ def one(arguments: argparse.Namespace) -> Any:
 
 def table(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Every row asked for, added to those of the result file."""
-    result: dict[str, Any] = {"rows": {}}
-    if arguments.out is not None and arguments.out.exists():
-        result = json.loads(arguments.out.read_text(encoding="utf-8"))
-    result |= {
+    result: dict[str, Any] = {
+        "rows": rows_of(arguments.out),
         "date": datetime.date.today().isoformat(),
         "model": smollm2.build().stem,
         "machine": f"{usable_cores()} cores, {cpu_name()}",
@@ -147,13 +133,10 @@ def table(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     for only in [arguments.only] if arguments.only else ["make", "time"]:
         for name in arguments.rows:
-            found = apart(name, only, folder)
+            found = apart(name, "--only", only, "--models", str(folder))
             row = result["rows"].setdefault(name, {})
             row |= found if only == "make" else {"speed": found}
-            print(json.dumps({name: found}), flush=True)
-            if arguments.out is not None:
-                text = json.dumps(result, indent=1, ensure_ascii=False)
-                arguments.out.write_text(text + "\n", encoding="utf-8")
+            keep(result, name, found, arguments.out)
     return result
 
 

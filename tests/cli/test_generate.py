@@ -128,11 +128,20 @@ def test_bench_decode_measures_sides_in_turn(qgraph: Command, decoder: Path) -> 
     assert len(second["rounds_token_ms"]) == 3
     assert second["decode_ratio"]["low"] <= second["decode_ratio"]["high"]
     assert first["decode_ratio"]["value"] == 1
-    table = qgraph(
-        "bench", decoder, "--decode", "--prompt-tokens", 8, "--new-tokens", 2, "--rounds", 3
-    )
-    assert table.out.splitlines()[2] == "a prompt of 8 tokens, then 2 tokens one by one"
-    assert table.out.splitlines()[-1].endswith("shared buffer")
+    assert found["memory"] is True
+
+
+def test_bench_decode_may_leave_memory_out(qgraph: Command, decoder: Path) -> None:
+    numbers = ("--prompt-tokens", 8, "--new-tokens", 2, "--rounds", 3)
+    table = qgraph("bench", decoder, "--decode", *numbers, "--no-memory")
+    lines = table.out.splitlines()
+    assert lines[2] == "a prompt of 8 tokens, then 2 tokens one by one"
+    assert lines[-2].endswith("shared buffer")
+    assert lines[-1] == "peak memory was left out (--no-memory)"
+    assert "measuring memory" not in table.err
+    told = qgraph("bench", decoder, "--decode", *numbers, "--no-memory", "--format", "json")
+    found = json.loads(told.out)
+    assert (found["memory"], found["sides"][0]["peak_mb"]) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +150,7 @@ def test_bench_decode_measures_sides_in_turn(qgraph: Command, decoder: Path) -> 
         (("--decode", "--rows", "1"), "--rows does not go with --decode"),
         (("--decode", "--no-sites"), "--sites does not go with --decode"),
         (("--new-tokens", "4"), "--new-tokens goes only with --decode"),
+        (("--no-memory",), "--memory goes only with --decode"),
         (("--decode", "--prompt-tokens", "96"), "has 96 positions, and 96 + 64 tokens need more"),
     ],
 )

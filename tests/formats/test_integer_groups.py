@@ -1,4 +1,4 @@
-"""Codes, scales, bytes and bounds of integer groups: hand examples and properties."""
+"""Codes and scales of integer groups: hand examples, the definition, edge values."""
 
 from __future__ import annotations
 
@@ -6,50 +6,27 @@ import dataclasses
 import itertools
 import tracemalloc
 import warnings
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
+from integer_formats import (
+    F16,
+    F32,
+    FORMATS,
+    SIGNED,
+    assert_same,
+    gaussian,
+    quick,
+    with_group,
+)
 
 from qgraph.errors import InputError
-from qgraph.formats import grouping
-from qgraph.formats.base import GROUPS, Array, Layout, Part, QuantizedWeight, parse
-from qgraph.formats.integer_groups import INT2, INT4, INT8, UINT2, UINT4, UINT8, IntegerGroups
-
-F32, F16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
-FORMATS = (INT4, UINT4, INT8, UINT8, INT2, UINT2)
-SIGNED = tuple(dataclasses.replace(f, scale="signed") for f in (INT4, INT8, INT2))
-quick = settings(deadline=None, max_examples=40)
-scale_types = st.sampled_from([F32, F16])
-
-
-def with_group(format_: IntegerGroups, group: int) -> IntegerGroups:
-    return dataclasses.replace(format_, group=group)
-
-
-def gaussian(n: int, k: int, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).standard_normal((n, k)).astype(np.float32)
-
-
-def layouts(group: int) -> list[Layout]:
-    blocks = [b for b in (16, 32, 64, 128, 256) if not group or group % b == 0]
-    return [Layout("qdq"), *(Layout("blocks", b) for b in ([] if group else [0]) + blocks)]
-
-
-def assert_same(found: QuantizedWeight, wanted: QuantizedWeight) -> None:
-    assert not found.more
-    for part in ("codes", "scales", "zeros"):
-        a, b = getattr(found, part), getattr(wanted, part)
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert a.dtype == b.dtype
-            np.testing.assert_array_equal(a, b)
-
+from qgraph.formats.base import Layout, parse
+from qgraph.formats.integer_groups import INT2, INT4, INT8, UINT2, UINT4, IntegerGroups
 
 # ------------------------------------------------------------------------------ hand examples
 
@@ -255,70 +232,6 @@ def test_temporaries_stay_small(text: str, order: Any) -> None:
         assert peak < result + 8e6
 
 
-# ------------------------------------------------------------------------------- error bound
-
-finite = st.floats(allow_nan=False, allow_infinity=False, width=32)
-wide = st.builds(  # all magnitudes, subnormal to huge, are equally likely
-    lambda m, e: float(np.float32(m * 2.0**e)), st.floats(-1, 1), st.integers(-149, 126)
-)
-close = st.floats(-1, 1, width=32)
-half_range = st.floats(-65504, 65504, width=16)
-
-
-def within_bound(format_: IntegerGroups, rows: Array, scale_dtype: ir.DataType) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        try:
-            weight = format_.quantize(rows, scale_dtype)
-        except OverflowError as error:
-            row, group = error.args[1]
-            g = format_.group or rows.shape[1]
-            reach = np.abs(rows[row, group * g : (group + 1) * g].astype(np.float64)).max()
-            levels = 2 ** (format_.bits - 1) - 1
-            assert reach > (65000 * levels if scale_dtype == F16 else 1.7e38)
-            return
-    stored = np.abs(weight.scales)
-    assert ((stored == 0) | (stored >= np.finfo(stored.dtype).smallest_normal)).all()
-    bound = np.repeat(format_.error_bound(weight), format_.group or rows.shape[1], axis=1)
-    error_ = np.abs(rows.astype(np.float64) - format_.dequantize(weight))
-    assert (error_ <= bound[:, : rows.shape[1]]).all()
-
-
-@pytest.mark.parametrize("format_", FORMATS + SIGNED)
-@quick
-@given(data=st.data())
-def test_error_bound_holds_elementwise(format_: IntegerGroups, data: st.DataObject) -> None:
-    shape = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40)))
-    elements = data.draw(st.sampled_from([finite, wide, close, half_range]))
-    rows = data.draw(hnp.arrays(np.float32, shape, elements=elements))
-    group = data.draw(st.sampled_from([1, 2, 16, 32, 0]))
-    within_bound(with_group(format_, group), rows, data.draw(scale_types))
-
-
-@pytest.mark.parametrize("format_", FORMATS + SIGNED)
-@pytest.mark.parametrize("scale_dtype", [F32, F16])
-@pytest.mark.parametrize("magnitude", [1e-45, 1e-38, 1e-7, 6e-5, 1e-3, 1.0, 1e4])
-def test_error_bound_holds_on_many(
-    format_: IntegerGroups, scale_dtype: ir.DataType, magnitude: float
-) -> None:
-    rows = (gaussian(512, 200, seed=1).astype(np.float64) * magnitude).astype(np.float32)
-    within_bound(with_group(format_, 16), rows, scale_dtype)
-
-
-@pytest.mark.parametrize("format_", FORMATS)
-def test_error_bound_is_no_more_than_half_a_step_and_slack(format_: IntegerGroups) -> None:
-    weight = with_group(format_, 64).quantize(gaussian(64, 256), F32)
-    ratio = with_group(format_, 64).error_bound(weight) / weight.scales
-    assert ratio.min() > 0.5
-    assert ratio.max() < 0.501
-
-
-def test_signed_bound_is_a_step_only_where_codes_may_be_clipped() -> None:
-    format_ = dataclasses.replace(INT4, group=4, scale="signed")
-    weight = format_.quantize(np.array([[-4, 4, 0, 0, -4, 3, 0, 0]], np.float32), F32)
-    assert format_.error_bound(weight).tolist() == [pytest.approx([0.5, 0.25], rel=1e-4)]
-
-
 # ------------------------------------------------------------------------------ edge values
 
 
@@ -385,121 +298,3 @@ def test_scales_are_floats_of_at_most_32_bits() -> None:
         INT4.quantize(gaussian(1, 16), ir.DataType.INT8)
     with pytest.raises(InputError, match="DOUBLE: wanted FLOAT, FLOAT16 or BFLOAT16"):
         INT4.parts(1, 16, ir.DataType.DOUBLE, INT4.default_layout)
-
-
-# ----------------------------------------------------------------------------------- layouts
-
-
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("format_", FORMATS)
-@quick
-@given(n=st.integers(1, 5), k=st.integers(1, 700), scale_dtype=scale_types, seed=st.integers(0, 9))
-@example(n=3, k=5, scale_dtype=F16, seed=0)  # "qdq" ends inside a byte
-@example(n=2, k=576, scale_dtype=F32, seed=0)
-def test_pack_then_unpack(
-    format_: IntegerGroups, group: int, n: int, k: int, scale_dtype: ir.DataType, seed: int
-) -> None:
-    format_ = with_group(format_, group)
-    weight = format_.quantize(gaussian(n, k, seed), scale_dtype)
-    for layout in layouts(group):
-        parts = format_.pack(weight, layout)
-        specs = format_.parts(n, k, scale_dtype, layout)
-        assert list(parts) == list(specs)
-        assert {p: a.nbytes for p, a in parts.items()} == {p: s.nbytes for p, s in specs.items()}
-        assert_same(format_.unpack(parts, n, k, layout), weight)
-        raw = {p: np.frombuffer(a.tobytes(), np.uint8) for p, a in parts.items()}
-        assert_same(format_.unpack(raw, n, k, layout), weight)
-
-
-@pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("layout", [Layout("qdq"), Layout("blocks", 16), Layout("blocks", 32)])
-def test_blocks_of_rows_concatenate(format_: IntegerGroups, layout: Layout) -> None:
-    format_ = with_group(format_, 32)
-    weight = format_.quantize(gaussian(10, 77), F16)
-    whole = format_.pack(weight, layout)
-    pieces = []
-    for rows in (slice(0, 4), slice(4, 8), slice(8, 10)):
-        zeros = None if weight.zeros is None else weight.zeros[rows]
-        piece = QuantizedWeight(weight.codes[rows], weight.scales[rows], zeros)
-        pieces.append(format_.pack(piece, layout))
-    for part, array in whole.items():
-        assert b"".join(p[part].tobytes() for p in pieces) == array.tobytes()
-
-
-@pytest.mark.parametrize("format_", FORMATS)
-def test_packing_more_than_one_tile(
-    format_: IntegerGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    format_ = with_group(format_, 16)
-    weight = format_.quantize(gaussian(9, 51), F32)
-    for layout in layouts(16):
-        wanted = {p: a.tobytes() for p, a in format_.pack(weight, layout).items()}
-        with monkeypatch.context() as patch:
-            patch.setattr(grouping, "TILE", 64)
-            parts = format_.pack(weight, layout)
-            assert {p: a.tobytes() for p, a in parts.items()} == wanted
-            assert_same(format_.unpack(parts, 9, 51, layout), weight)
-            assert_same(format_.quantize(gaussian(9, 51), F32), weight)
-
-
-@pytest.mark.parametrize("format_", FORMATS)
-def test_padding_dequantizes_to_zero(format_: IntegerGroups) -> None:
-    format_ = with_group(format_, 32)
-    weight = format_.quantize(gaussian(3, 40) + np.float32(0.3), F32)
-    parts = format_.pack(weight, Layout("blocks", 32))
-    wide = format_.dequantize(format_.unpack(parts, 3, 64, Layout("blocks", 32)))
-    np.testing.assert_array_equal(wide[:, :40], format_.dequantize(weight))
-    assert (wide[:, 40:] == 0).all()
-
-
-@pytest.mark.parametrize("format_", FORMATS)
-def test_smaller_blocks_repeat_their_groups_scales(format_: IntegerGroups) -> None:
-    format_ = with_group(format_, 64)
-    weight = format_.quantize(gaussian(2, 100), F32)  # groups of 64 and 36, 7 blocks of 16
-    parts = format_.pack(weight, Layout("blocks", 16))
-    first, second = weight.scales.T
-    np.testing.assert_array_equal(parts["scales"].T, [first] * 4 + [second] * 3)
-    assert parts["codes"].shape == (2, 7, 2 * format_.bits)
-
-
-@pytest.mark.parametrize("name", [fmt.name for fmt in FORMATS])
-@pytest.mark.parametrize("k, group", [(7, 4), (6, 0), (9, 3)])
-def test_qdq_bytes_are_onnx_tensors(name: str, k: int, group: int) -> None:
-    """onnx_ir packs what ml_dtypes holds into the same bytes, and unpack reads both."""
-    format_ = dataclasses.replace(parse(name), group=group)
-    weight = format_.quantize(gaussian(3, k), F32)
-    parts = format_.pack(weight, Layout("qdq"))
-    specs = format_.parts(3, k, F32, Layout("qdq"))
-    typed: dict[Part, Array] = {"scales": parts["scales"]}
-    values_of: dict[Part, Array | None] = {"codes": weight.codes, "zeros": weight.zeros}
-    for part, values in values_of.items():
-        if values is None:
-            continue
-        spec = specs[part]
-        assert spec.dtype.name == name.upper()
-        typed[part] = values.reshape(spec.shape).astype(spec.dtype.numpy())
-        assert ir.tensor(typed[part], dtype=spec.dtype).tobytes() == parts[part].tobytes()
-    assert parts["scales"].shape == ((3,) if group == 0 else (3, -(-k // group)))
-    assert_same(format_.unpack(typed, 3, k, Layout("qdq")), weight)
-
-
-@pytest.mark.parametrize(
-    "text, block", [("int4:group=64", 0), ("int4:group=64", 128), ("int2:group=row", 3)]
-)
-def test_blocks_that_do_not_fit(text: str, block: int) -> None:
-    with pytest.raises(InputError, match=f"cannot lie in blocks of {block}: wanted"):
-        parse(text).parts(4, 64, F32, Layout("blocks", block))
-
-
-@pytest.mark.parametrize(
-    "text, scale_dtype, k, bits",
-    [
-        ("int4:group=64", F16, 4096, Fraction(4 * 64 + 16, 64)),
-        ("uint4:group=64", F16, 4096, Fraction(4 * 64 + 20, 64)),
-        ("int8:group=row", F32, 512, Fraction(8 * 512 + 32, 512)),
-        ("int2:group=32", F16, 1024, Fraction(2 * 32 + 16, 32)),
-        ("uint4:group=128", F16, 576, Fraction(640 * 4 + 5 * 16 + 3 * 8, 576)),  # padding counts
-    ],
-)
-def test_size(text: str, scale_dtype: ir.DataType, k: int, bits: Fraction) -> None:
-    assert parse(text).size_bits(k, scale_dtype) == pytest.approx(float(bits))

@@ -15,6 +15,7 @@ from tiny_transformers import export, tiny
 import qgraph
 from qgraph.errors import InputError
 from qgraph.generating import TextModel
+from qgraph.row_branches import FEW_BODY, MANY_BODY, body_of, branches
 
 PROMPTS = ["Once upon a time", "The end"]
 
@@ -81,6 +82,20 @@ def test_a_cache_of_its_own_length_serves_as_well(without: Path, cached: Path) -
     found = np.concatenate(parts, 1)
     assert found.shape == (2, 9, VOCABULARY)
     np.testing.assert_allclose(found, whole, rtol=0, atol=1e-3 * np.abs(whole).max())
+
+
+def test_each_way_by_rows_is_proven_by_itself(plain: Path) -> None:
+    """Steps go the way of few rows, the whole text that of many: they round differently."""
+    output = plain.with_name("both.onnx")
+    qgraph.optimize(plain, output, purpose="both", add_cache=True, min_elements=64)
+    model = ir.load(output)
+    assert branches(model)
+    few, many = (body_of(branches(model)[0], name) for name in (FEW_BODY, MANY_BODY))
+    assert few is not None and many is not None
+    assert any(node.op_type == "MatMulNBits" for node in few)
+    assert any(node.op_type == "MatMulIntegerToFloat" for node in many)
+    (row,) = TextModel(output).generate(PROMPTS[:1], max_tokens=4).finish().rows
+    assert len(row.tokens) == 4
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -168,7 +183,7 @@ def test_graphs_that_cannot_have_one_are_refused(plain: Path, tmp_path: Path) ->
     ir.save(model, tmp_path / "encoder.onnx")
     with pytest.raises(InputError, match=r"--add-cache: .* exported with past_key_values"):
         qgraph.optimize(tmp_path / "encoder.onnx", output, add_cache=True)
-    with pytest.raises(InputError, match="add_cache needs fused attention"):
+    with pytest.raises(InputError, match="--add-cache needs fused attention: leave out --no-fuse"):
         qgraph.optimize(plain, output, add_cache=True, fuse=False)
     with pytest.raises(InputError, match="--add-cache is for the targets ort-cpu, ort-cuda"):
         qgraph.optimize(plain, output, add_cache=True, target="qdq")

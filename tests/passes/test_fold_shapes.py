@@ -9,6 +9,7 @@ from fusing import run
 
 from qgraph.passes.fold_shapes import fold_shapes
 from qgraph.passes.infer_dims import infer_dims
+from qgraph.passes.matching import number
 from qgraph.passes.undeclared import undeclared
 from qgraph.rewrite import Rewriter
 
@@ -41,7 +42,7 @@ def folded(asked: ir.Model) -> int:
     for node in asked.graph:
         for value in node.outputs:  # as capture infers them
             value.type = value.type or ir.TensorType(
-                ir.DataType.FLOAT if value.name == "y" else ir.DataType.INT64
+                ir.DataType.FLOAT if value.name in ("y", "f") else ir.DataType.INT64
             )
             if value.shape is None and value.name != "z":
                 scalar = value.name == "m"
@@ -73,6 +74,15 @@ def test_what_no_input_says_stays() -> None:
     assert folded(asked) == 0
 
 
+def test_a_size_that_becomes_a_float_is_a_number() -> None:
+    """A factor like √D, as attention is scaled by: constants can be folded from there on."""
+    asked = model("n = Slice(s, last, three)  f = Cast<to = 1>(n)  z = Sqrt(f)")
+    asked.graph.outputs[1].type = ir.TensorType(ir.DataType.FLOAT)
+    assert folded(asked) == 1
+    cast = next(node for node in asked.graph if node.op_type == "Cast")
+    assert number(cast.inputs[0]) == 4
+
+
 def test_names_of_outputs_are_forgotten_for_a_while() -> None:
     asked = model("n = Gather(s, middle)  z = Expand(one, n)")
     x, y = asked.graph.inputs[0], asked.graph.outputs[0]
@@ -84,6 +94,19 @@ def test_names_of_outputs_are_forgotten_for_a_while() -> None:
         assert y.shape.has_unknown_dim()
     assert str(x.shape) == "[batch,past + 1,4]"
     assert str(y.shape) == "[batch,past,4]"
+
+
+def test_names_in_bodies_are_forgotten_too() -> None:
+    asked = ir.from_onnx_text("""<ir_version: 8, opset_import: ["" : 17]>
+    g (float[batch, 4] x, bool c) => (float[batch, 4] y)
+    { y = If(c) <then_branch = a () => (float[past, 4] t) { t = Cos(x) },
+                 else_branch = b () => (float[past, 4] e) { e = Sin(x) }> }""")
+    with undeclared(asked.graph) as complete:
+        infer_dims(asked.graph)
+        assert str(asked.graph.outputs[0].shape) == "[batch,4]"
+        complete()
+        bodies = [attr.as_graph() for attr in asked.graph.node(0).attributes.values()]
+        assert {str(body.outputs[0].shape) for body in bodies} == {"[batch,4]"}
 
 
 def test_names_come_back_after_a_failure() -> None:

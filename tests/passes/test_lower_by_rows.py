@@ -162,6 +162,19 @@ def test_segments_hold_every_linear_once_in_order(bench: Any, rng: Any) -> None:
     assert segment.early == []
 
 
+def test_a_bias_goes_into_the_bodies_with_its_linear(bench: Any, rng: Any) -> None:
+    """Each kernel adds it itself, where it can."""
+    text = """g (float[M, 64] x) => (float[M, 96] y) { a = MatMul(x, w) y = Add(b, a) }"""
+    graph = bench.build(text, **constants(rng, {"w": (64, 96), "b": (96,)}))
+    both = optimized(graph, "both")
+    (branch,) = [node for node in both.graph.model.graph if node.op_type == "If"]
+    assert branch.outputs[0] is both.graph.model.graph.outputs[0]
+    assert len(list(branch.attributes["then_branch"].as_graph())) == 1
+    for rows, like in ((2, "decode"), (20, "prefill")):
+        found, wanted = outputs(both, rows)["y"], outputs(optimized(graph, like), rows)["y"]
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_values_that_others_read_leave_the_bodies(bench: Any, rng: Any) -> None:
     """`a` is an output of the graph and read by a body elsewhere; names and types stay."""
     text = """g (bool c, float[M, 64] x) => (float[M, 64] a, float[M, 64] y, float[M, 64] z) {

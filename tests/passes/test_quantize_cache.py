@@ -181,7 +181,7 @@ def test_genai_is_told_of_whole_bytes_only(source: Path) -> None:
     "options, words",
     [
         ({"calibrate": None}, "--kv-cache int8 takes calibration data"),
-        ({"fuse": False}, "kv_cache needs fused attention"),
+        ({"fuse": False}, "--kv-cache int8 needs fused attention: leave out --no-fuse"),
         (
             {"kv_cache": "fp8"},
             "ort-cpu has no kernel that reads it .* take --kv-cache int8 or int4",

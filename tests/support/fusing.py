@@ -17,6 +17,7 @@ from qgraph.passes.base import Context
 from qgraph.planning import make_plan
 from qgraph.recipe import Recipe
 from qgraph.report import Step
+from qgraph.runtime_needs import restricted
 from qgraph.runtimes.base import Arrays, Feeds
 
 CPU = registry.load("target", "ort-cpu")
@@ -75,8 +76,9 @@ def fuse(source: str | Path | ir.Model | Graph, **recipe: object) -> Fused:
         source = ir.from_onnx_text(source)
     before = source if isinstance(source, Graph) else capture(source)
     after = before.clone()
-    capabilities = CPU.capabilities()
-    plan = make_plan(after.sites(), Recipe(**recipe), capabilities)
+    asked = Recipe(**recipe)
+    capabilities = restricted(CPU.capabilities(), asked)
+    plan = make_plan(after.sites(), asked, capabilities)
     context = Context(plan, capabilities, evaluate=evaluate)
     kind = registry.load("pass", "fuse_transformer")
     steps = plan.recipe.configured("fuse_transformer", kind).run(after, context)

@@ -1,0 +1,42 @@
+"""How much of what a cache costs is noise: what the least change of a model costs anyway.
+
+Where activations are rounded to 8 bits on the way, a change of a millionth moves some of them to
+the next code, those move others, and by the last layer all rounding is another one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from qgraph.decoder_graph import CACHING
+from qgraph.rewrite import Rewriter
+
+MOVED = 1 + 1e-6
+"""What queries, keys and values are multiplied by."""
+_ROUNDING = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulInteger", "QuantizeLinear")
+_LEVEL, _INT8 = "accuracy_level", 4
+
+
+def rounds_activations(model: ir.Model) -> bool:
+    """Whether any node of the main graph rounds what it multiplies."""
+    return any(
+        node.op_type in _ROUNDING or node.attributes.get_int(_LEVEL, 0) == _INT8
+        for node in model.graph
+    )
+
+
+def move(model: ir.Model) -> None:
+    """Multiply all that attention with a cache reads by `MOVED`."""
+    rewriter, factors = Rewriter(model), dict[ir.DataType, ir.Value]()
+    for node in [each for each in model.graph if each.op_type == CACHING]:
+        for at, value in enumerate(node.inputs[:3]):
+            dtype = node.inputs[3].dtype if node.inputs[3] is not None else None
+            if value is None or dtype is None:
+                continue
+            if dtype not in factors:
+                factors[dtype] = rewriter.constant("moved", np.array(MOVED, dtype.numpy()))
+            times = rewriter.node("Mul", [value, factors[dtype]], name="moved", dtype=dtype)
+            times.outputs[0].shape = value.shape
+            rewriter.insert_before(node, [times])
+            node.replace_input_with(at, times.outputs[0])

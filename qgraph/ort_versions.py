@@ -1,0 +1,182 @@
+"""The first ONNX Runtime that has a feature, and how a node shows that it needs it.
+
+Every version here was found by running models of one op, whose results are known, on the CPU of
+builds from OLDEST to NEWEST; tests/benchmarks/old_runtimes.py does that again. Only what is never
+written here (norms in attention, caches of a window, packed layouts), or needs a GPU (blocks of
+FP8 and FP4), is by the lists of inputs and attributes of those builds. What came before OLDEST
+counts as of OLDEST.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from qgraph.errors import InputError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Version: TypeAlias = tuple[int, int]
+OLDEST: Version = (1, 20)
+NEWEST: Version = (1, 32)
+QUERY_LENGTHS: Version = (1, 32)
+"""Since when GroupQueryAttention is told how many of the tokens are new (query_seqlens)."""
+ATTENTION_BIAS: Version = (1, 22)
+"""Since when it is told positions and what is added to scores."""
+WITHOUT_CACHE: Version = (1, 27)
+"""Since when it does without a past."""
+STORED_CACHE: Version = (1, 27)
+"""Since when its cache may be codes and scales."""
+
+OPSETS: dict[int, Version] = {
+    22: (1, 21), 23: (1, 23), 24: (1, 24), 25: (1, 24), 26: (1, 25),
+}  # fmt: skip
+IR_VERSIONS: dict[int, Version] = {11: (1, 23), 12: (1, 24), 13: (1, 24)}
+_BLOCK_QUANTIZED = ("MatMulBlockQuantizedFp8Weight", "MatMulBlockQuantizedFp4Weight")
+_BYTES = "GatherBlockQuantized"
+_PRODUCT = "MatMulNBits"
+_GROUPED, _MULTI_HEAD = "GroupQueryAttention", "MultiHeadAttention"
+
+
+def parse_version(text: str) -> Version:
+    """`1.27`, or `1.27.2`: a release's first two numbers; patches add no feature.
+
+    Raises:
+        InputError: it is none, or one that was not tried.
+    """
+    found = re.fullmatch(r"(\d{1,3})\.(\d{1,3})(\.\d+)?", text)
+    version = (int(found[1]), int(found[2])) if found else None
+    if version is None or not OLDEST <= version <= NEWEST:
+        what = "is no version" if version is None else "was not tried"
+        raise InputError(
+            f"min runtime {text!r} {what}: wanted an ONNX Runtime from {spell(OLDEST)} to "
+            f"{spell(NEWEST)}, as in 1.27"
+        )
+    return version
+
+
+def installed(text: str | None) -> Version:
+    """The version of an installed build, as far as it is known: NEWEST for all that is newer."""
+    found = re.match(r"(\d+)\.(\d+)", text or "")
+    return NEWEST if found is None else min(NEWEST, (int(found[1]), int(found[2])))
+
+
+def spell(version: Version) -> str:
+    """`1.27`."""
+    return f"{version[0]}.{version[1]}"
+
+
+def opset_since(opset: int) -> Version | None:
+    """The first that reads a model of this opset; None where NEWEST does not."""
+    return _of_number(OPSETS, opset)
+
+
+def ir_since(version: int) -> Version | None:
+    """The first that reads a model of this IR version; None where NEWEST does not."""
+    return _of_number(IR_VERSIONS, version)
+
+
+def _of_number(table: dict[int, Version], number: int) -> Version | None:
+    return None if number > max(table) else table.get(number, OLDEST)
+
+
+def kernel_since(op: str, bits: int, level: int = 0, dtype: str = "float32") -> Version:
+    """The first with a kernel of packed weights, codes lying in bytes.
+
+    op: its name without a domain. level: the accuracy level of MatMulNBits; 8 bits computed in
+        int8 came before those computed in floats.
+    """
+    if op in _BLOCK_QUANTIZED:
+        return (1, 29)
+    if op == _BYTES:
+        return (1, 27) if bits == 2 else (1, 23)
+    if op != _PRODUCT:
+        return OLDEST
+    if bits == 2:
+        return (1, 28) if dtype == "float16" else (1, 24)
+    return {8: (1, 22) if level == 4 else (1, 23)}.get(bits, OLDEST)
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """Something that nodes of one op of `com.microsoft` may have.
+
+    what: in words, behind the op's name. has: whether a node has it.
+    """
+
+    op: str
+    since: Version
+    what: str
+    has: Callable[[ir.Node], bool]
+
+
+def _told(index: int) -> Callable[[ir.Node], bool]:
+    """Whether an input is connected."""
+    return lambda node: len(node.inputs) > index and node.inputs[index] is not None
+
+
+def _set(name: str) -> Callable[[ir.Node], bool]:
+    return lambda node: name in node.attributes
+
+
+def _is_shared(node: ir.Node) -> bool:
+    """Whether one bias `[B, 1, S, T]` serves all heads."""
+    bias = node.inputs[5] if len(node.inputs) > 5 else None
+    heads = node.attributes.get_int("num_heads", 1)
+    return bias is not None and bias.shape is not None and bias.shape[1] == 1 < heads
+
+
+FEATURES = (
+    Feature(_GROUPED, QUERY_LENGTHS, "with query_seqlens", _told(16)),
+    Feature(
+        _GROUPED, (1, 30), "that looks ahead", lambda node: not node.attributes.get_int("causal", 1)
+    ),
+    Feature(_GROUPED, (1, 30), "with a cache of its window", _set("sliding_window_cache")),
+    Feature(_GROUPED, (1, 28), "that norms queries and keys", _told(14)),
+    Feature(_GROUPED, STORED_CACHE, "with a quantized cache", _told(12)),
+    Feature(_GROUPED, WITHOUT_CACHE, "without a cache", lambda node: not _told(3)(node)),
+    Feature(
+        _GROUPED, (1, 24), "with a window",
+        lambda node: node.attributes.get_int("local_window_size", -1) > 0,
+    ),
+    Feature(_GROUPED, (1, 23), "with sinks", _told(11)),
+    Feature(_GROUPED, ATTENTION_BIAS, "with attention_bias", _told(10)),
+    Feature(_GROUPED, ATTENTION_BIAS, "with position_ids", _told(9)),
+    Feature(_MULTI_HEAD, (1, 21), "with one attention_bias for all heads", _is_shared),
+    Feature(_PRODUCT, (1, 28), "with packed layouts", _set("weight_prepacked")),
+)  # fmt: skip
+_TRIED = frozenset({
+    _GROUPED, _PRODUCT, _BYTES, *_BLOCK_QUANTIZED, "MatMulBnb4", "MatMulIntegerToFloat",
+    "DynamicQuantizeMatMul", "SkipSimplifiedLayerNormalization", "SkipLayerNormalization", "Gelu",
+    "FastGelu", "QuickGelu", "RotaryEmbedding", _MULTI_HEAD,
+})  # fmt: skip
+"""What has been run; of all of `com.microsoft`, these are what graphs are fused into here."""
+
+
+def features_of(node: ir.Node) -> list[tuple[Version, str]] | None:
+    """What a node of `com.microsoft` needs, and since when there is that; None if never tried."""
+    op = node.op_type
+    if op not in _TRIED:
+        return None
+    packed = op in (_PRODUCT, _BYTES, *_BLOCK_QUANTIZED)
+    found = [_packed(node) if packed else (OLDEST, op)]
+    return found + [
+        (each.since, f"{op} {each.what}") for each in FEATURES if each.op == op and each.has(node)
+    ]
+
+
+def _packed(node: ir.Node) -> tuple[Version, str]:
+    op, codes, dtype = node.op_type, node.inputs[0], node.outputs[0].dtype
+    kind = codes.dtype.name if codes is not None and codes.dtype is not None else ""
+    if op == _BYTES and kind in ("INT4", "UINT4"):
+        return OLDEST, op
+    bits, level = (node.attributes.get_int(name, fallback) for name, fallback in
+                   (("bits", 4), ("accuracy_level", 0)))  # fmt: skip
+    half = "float16" if dtype is not None and dtype.name == "FLOAT16" else "float32"
+    words = f"{op} of {bits} bits" if op in (_PRODUCT, _BYTES) else op
+    if (op, bits) == (_PRODUCT, 8) and level != 4:
+        words += " at accuracy level 0"
+    return kernel_since(op, bits, level, half), words + (" in float16" if half == "float16" else "")

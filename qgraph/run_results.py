@@ -1,0 +1,117 @@
+"""What a run of `optimize` leaves: the model's metadata, and its report with notes and totals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from qgraph.fused_ops import fusion_rows, summary, to_metadata
+from qgraph.outcomes import (
+    INPUTS_SCALED,
+    ROWS_ORDERED,
+    ROWS_SCALED,
+    Result,
+    as_solved,
+    merged_sites,
+    metadata,
+)
+from qgraph.plan import QuantPlan
+from qgraph.run_notes import plan_totals, stored_bytes, write_report
+from qgraph.runtime_needs import needs_for
+from qgraph.saved_file import METADATA_KEY
+
+if TYPE_CHECKING:
+    from qgraph.lowering import Lowering
+    from qgraph.making import Made
+    from qgraph.preparing import Preparation
+
+
+def describe(
+    model: ir.Model, plan: QuantPlan, errors: Mapping[str, float | None], lowering: Lowering
+) -> None:
+    """Write the decisions into the metadata of a lowered model.
+
+    errors: by site, ‖W − Ŵ‖/‖W‖ of the weight as written.
+    """
+    found, request = lowering.findings, lowering.request
+    plan = as_solved(plan, found.solved)
+    marks = {
+        ROWS_ORDERED: found.permuted,
+        ROWS_SCALED: found.rows_scaled,
+        INPUTS_SCALED: found.inputs_scaled,
+    }
+    merged = found.merged
+    errors = {**errors, **{each: errors.get(name) for name in merged for each in merged[name]}}
+    content = metadata(plan, request.recipe, errors, marks) | dict(request.origin)
+    content["sites"] |= merged_sites(plan, errors, merged)
+    if fusions := fusion_rows(lowering.report.steps):
+        content["fusions"] = to_metadata(fusions)
+    if found.cache is not None:
+        content["kv_cache"] = found.cache.to_json()
+    if lowering.calibration is not None:
+        content["calibration"] = list(lowering.calibration.sources)
+    model.metadata_props[METADATA_KEY] = json.dumps(content, separators=(",", ":"))
+
+
+def result(
+    made: Made,
+    prepared: Preparation,
+    lowering: Lowering,
+    *,
+    before: int,
+    seconds: Mapping[str, float],
+    report: Path | None,
+) -> Result:
+    """The result of a run, its report completed and written to `report`.
+
+    before: bytes of the model as it came. seconds: by stage.
+    """
+    request, found = lowering.request, lowering.findings
+    plan = made.plan if request.dry_run else as_solved(made.plan, found.solved)
+    model, files = made.graph.model, made.files
+    after = sum(path.stat().st_size for path in files) or stored_bytes(model)
+    predicted = prepared.prediction.to_json() if prepared.prediction is not None else None
+    told = _told(model, prepared, lowering)
+    lowering.report.totals = {
+        **plan_totals(plan, files),
+        "bytes_before": before,
+        "bytes_after": after,
+        "seconds": dict(seconds),
+        **told,
+        "predicted": predicted,
+    }
+    if report is not None:
+        fused = {"fusions": told["fusions"]} if told["fusions"] else {}
+        content = {**plan.to_json(), "predicted": predicted, **fused}
+        write_report(report, content if request.dry_run else lowering.report.to_json(), files)
+    line = plan.coverage.line("quantized" if files else "would quantize", (before, after))
+    return Result(
+        made.graph, plan, lowering.report, files, line, prepared.prediction, prepared.lacks
+    )
+
+
+def _told(model: ir.Model, prepared: Preparation, lowering: Lowering) -> dict[str, Any]:
+    """Totals that the report's notes also tell, each in a line."""
+    found, request = lowering.findings, lowering.request
+    notes = lowering.report.notes
+    totals: dict[str, Any] = {}
+    if (needs := needs_for(request.target, model)) is not None:
+        totals["oldest_runtime"] = needs.to_json()
+        notes.append(needs.line)
+    fusions = fusion_rows(lowering.report.steps)
+    totals["fusions"] = to_metadata(fusions)
+    notes.extend(filter(None, [summary(fusions, request.dry_run)]))
+    if lowering.calibration is not None:
+        totals["calibration"], more = lowering.calibration.seen(found.statistics)
+        notes.extend(more)
+    if found.cache is not None:
+        totals["kv_cache"] = found.cache.to_json()
+        notes.append(found.cache.line)
+    if prepared.judge is not None:
+        totals["budget"] = prepared.judge.to_json()
+        notes.append(prepared.judge.line)
+    return totals
