@@ -15,6 +15,7 @@ from qgraph._version import __version__
 from qgraph.errors import InputError
 from qgraph.graph import Graph
 from qgraph.report import SCHEMA
+from qgraph.saved_file import METADATA_KEY
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from qgraph.frontends.torch_export import Loaded
 
 Source: TypeAlias = "str | os.PathLike[str] | ir.Model | Graph | nn.Module | ExportedProgram"
-METADATA_KEY = "qgraph"
 
 
 def capture(

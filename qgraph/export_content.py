@@ -132,7 +132,12 @@ def _stacked(writer: CheckpointLayout, entry: Entry) -> str | None:
     """Why a layout of matrices does not hold the experts of a layer, or None."""
     if entry.experts is None or writer.only_experts:
         return None
-    return f"it is a stack of {entry.experts} experts, and {writer.name} holds each one's matrices"
+    layouts = [registry.load("checkpoint", name) for name in registry.names("checkpoint")]
+    others = [each.name for each in layouts if each.only_experts]
+    return (
+        f"it is a stack of {entry.experts} experts, and {writer.name} holds each one's matrices "
+        f"(stacks: --layout {', '.join(others)})"
+    )
 
 
 def check_entries(writer: CheckpointLayout, entries: Sequence[Entry]) -> None:

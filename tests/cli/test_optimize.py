@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 
 import qgraph as package
-from qgraph import check
+from qgraph import check, making
 
 Command = Callable[..., Any]
 LINEARS = ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down", "head")
@@ -390,7 +390,7 @@ def failing_at_level_4(monkeypatch: pytest.MonkeyPatch) -> None:
             for item in real(*arguments)
         ]
 
-    monkeypatch.setattr(check, "check_model", checked)
+    monkeypatch.setattr(making, "check_model", checked)
 
 
 def test_a_failed_check_takes_the_next_kernel_and_says_so(
