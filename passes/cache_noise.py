@@ -11,18 +11,23 @@ import onnx_ir as ir
 
 from qgraph.decoder_graph import CACHING
 from qgraph.rewrite import Rewriter
+from qgraph.scopes import nodes
 
 MOVED = 1 + 1e-6
 """What queries, keys and values are multiplied by."""
-_ROUNDING = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulInteger", "QuantizeLinear")
+ROUNDING = frozenset(
+    "DynamicQuantizeLinear DynamicQuantizeMatMul MatMulInteger MatMulIntegerToFloat "
+    "QuantizeLinear".split()
+)
+"""Ops that round activations, or multiply what was rounded."""
 _LEVEL, _INT8 = "accuracy_level", 4
 
 
 def rounds_activations(model: ir.Model) -> bool:
-    """Whether any node of the main graph rounds what it multiplies."""
+    """Whether any node, in bodies too, rounds what it multiplies."""
     return any(
-        node.op_type in _ROUNDING or node.attributes.get_int(_LEVEL, 0) == _INT8
-        for node in model.graph
+        node.op_type in ROUNDING or node.attributes.get_int(_LEVEL, 0) == _INT8
+        for node in nodes(model.graph)
     )
 
 

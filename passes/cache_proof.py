@@ -18,6 +18,7 @@ from qgraph.decoder_graph import most_positions
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
 from qgraph.language_model import table_rows
+from qgraph.passes.cache_noise import ROUNDING
 from qgraph.row_branches import branches, take
 from qgraph.scopes import nodes
 
@@ -33,8 +34,6 @@ Rounding flips with the last bit of an activation, and 30 layers make much of th
 can do without it are run without.
 """
 _LEVEL = "accuracy_level"
-_ROUNDING = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulIntegerToFloat",
-             "QuantizeLinear")  # fmt: skip
 _PAST, _PRESENT = "past_key_values.", "present."
 
 
@@ -89,7 +88,7 @@ def _proven(
         paths = Path(folder) / "before.onnx", Path(folder) / "after.onnx"
         _save(before, after, *paths, few)
         whole = _feed(names, drawn, 0, after)
-        rounded = not few and any(node.op_type in _ROUNDING for node in nodes(after.graph))
+        rounded = not few and any(node.op_type in ROUNDING for node in nodes(after.graph))
         limit = _ROUNDED_LIMIT if rounded else _LIMIT
         (old,) = evaluate(paths[0], [{name: whole[name] for name in given if name in whole}])
         (new,) = evaluate(paths[1], [whole])

@@ -52,3 +52,12 @@ def test_noise_that_is_much_of_what_is_measured_is_told(noise: float | None, tol
     words = "; rounded activations make 0.0071 of any change, however small"
     assert finding.line.endswith(f"on 256 tokens held out{words if told else ''}")
     assert finding.to_json()["noise"] == noise
+
+
+@pytest.mark.parametrize("op, found", [("QuantizeLinear", True), ("Neg", False)])
+def test_rounding_in_the_body_of_an_if_counts(op: str, found: bool) -> None:
+    node = ir.Node("", op, [None], name="inner")
+    body = ir.Graph([], list(node.outputs), nodes=[node], name="few")
+    branch = ir.Node("", "If", [None], [ir.AttrGraph("then_branch", body)])
+    graph = ir.Graph([], [], nodes=[branch], opset_imports={"": 21}, name="g")
+    assert rounds_activations(ir.Model(graph, ir_version=10)) is found
