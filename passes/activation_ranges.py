@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import numpy as np
 
+from qgraph.activation_kinds import FP8, INT8_STATIC
 from qgraph.formats.base import Array
 from qgraph.formats.small_floats import E4M3, E4M3_MAX
 from qgraph.observers import observer
 from qgraph.passes.input_scales import OUTPUT
-from qgraph.passes.solved import as_stored
+from qgraph.passes.solved import as_stored, transform_of
 from qgraph.passes.stage_walk import Stop
 from qgraph.plan import QuantPlan
 from qgraph.quant_tensor import QuantSource
@@ -18,8 +19,8 @@ from qgraph.row_branches import MANY
 
 DEFAULT = "minmax"
 STATIC = {
-    "int8-static": ("lower_w8a8.observer", OUTPUT),
-    "fp8": ("insert_fp8_qdq.observer", DEFAULT),
+    INT8_STATIC: ("lower_w8a8.observer", OUTPUT),
+    FP8: ("insert_fp8_qdq.observer", DEFAULT),
 }
 """Activations with such scales; the option that says how their ranges are found; its default."""
 _NONE = np.empty(0, np.int64)
@@ -38,7 +39,7 @@ def observed(
     outliers: columns of the inputs that stay in float, and count for nothing.
     """
     found: dict[str, tuple[float, float]] = {}
-    known: dict[tuple[str, bytes, bytes], tuple[float, float]] = {}
+    known: dict[Hashable, tuple[float, float]] = {}
     decisions = [each for site in stop.stage.sites for each in plan.named(site.name)]
     for decision in decisions:
         kind, source = decision.activations or "", sources[decision.site.removesuffix(MANY)]
@@ -47,12 +48,10 @@ def observed(
         name = plan.recipe.options.get(*STATIC[kind])
         if name == OUTPUT:
             continue  # `input_scales` finds it
-        transform = getattr(source, "transform", None)
-        columns = b"" if transform is None or transform.columns is None else transform.columns
         left_out = (outliers or {}).get(decision.site, _NONE)
-        key = (kind, bytes(columns), left_out.tobytes())
+        key = (kind, transform_of(source).of_inputs, left_out.tobytes())
         if key not in known:
-            watching = observer(name, stop.stage.name, _FP8_LEVELS if kind == "fp8" else None)
+            watching = observer(name, stop.stage.name, _FP8_LEVELS if kind == FP8 else None)
             for rows in stop.inputs():
                 watching.update(np.delete(as_stored(rows, source), left_out, axis=1))
             low, high = watching.range()

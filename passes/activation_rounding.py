@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from qgraph.activation_kinds import FP8, FP8_TOKEN, INT8, INT8_AUTO, INT8_ROW, INT8_STATIC, TOP_CODE
 from qgraph.formats.base import Array
+from qgraph.formats.small_floats import E4M3_MAX
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-FP8_TOP = 448.0
-"""The largest number of FP8 E4M3FN."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,11 +76,11 @@ def _int8(x: Tensor) -> Tensor:
     import torch
 
     low, high = x.min().clamp(max=0), x.max().clamp(min=0)
-    step = (high - low) / 255
+    step = (high - low) / TOP_CODE
     if not float(step) > 0:
         return x
     zero = torch.round(-low / step)
-    return (torch.clamp(torch.round(x / step) + zero, 0, 255) - zero) * step
+    return (torch.clamp(torch.round(x / step) + zero, 0, TOP_CODE) - zero) * step
 
 
 def _int8_rows(x: Tensor) -> Tensor:
@@ -94,18 +93,18 @@ def _int8_rows(x: Tensor) -> Tensor:
 
 def _fp8(x: Tensor) -> Tensor:
     """E4M3 of all values by one scale."""
-    return _e4m3(x, x.abs().max() / FP8_TOP)
+    return _e4m3(x, x.abs().max() / E4M3_MAX)
 
 
 def _fp8_rows(x: Tensor) -> Tensor:
     """E4M3 of each row by its own scale."""
-    return _e4m3(x, x.abs().amax(1, keepdim=True) / FP8_TOP)
+    return _e4m3(x, x.abs().amax(1, keepdim=True) / E4M3_MAX)
 
 
 def _e4m3(x: Tensor, scale: Tensor) -> Tensor:
     import torch
 
-    codes = (x / _divisor(scale)).clamp(-FP8_TOP, FP8_TOP).to(torch.float8_e4m3fn)
+    codes = (x / _divisor(scale)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return codes.to(x.dtype) * scale
 
 
@@ -116,12 +115,12 @@ def _divisor(scale: Tensor) -> Tensor:
 
 
 ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
-    "int8": _int8,
-    "int8-row": _int8_rows,
-    "int8-static": _int8,
-    "int8-auto": _int8_rows,
-    "fp8": _fp8,
-    "fp8-token": _fp8_rows,
+    INT8: _int8,
+    INT8_ROW: _int8_rows,
+    INT8_STATIC: _int8,
+    INT8_AUTO: _int8_rows,
+    FP8: _fp8,
+    FP8_TOKEN: _fp8_rows,
 }
 """How activations `[T, K]` are rounded, by `Recipe.activations`; static ranges are those of the
 rows at hand."""

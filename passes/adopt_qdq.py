@@ -63,7 +63,7 @@ class AdoptQdq(Pass):
 
 def _is_spelled(site: Site, context: Context) -> bool:
     """Whether the target reads DequantizeLinear, so that the site is best left as it is."""
-    return site.state == context.capabilities.target == "qdq"
+    return site.state == "qdq" and context.capabilities.traits.spells_qdq
 
 
 def _make_lazy(site: Site, source: StoredSource) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -37,13 +38,21 @@ class Heads:
 
     def packed(self, builder: Builder) -> ir.Value:
         """`[B, S, H·D]`."""
-        value = self.value
+        if self.layout == "packed":
+            return self.value
+        value, dims = self.value, self._dims
         if self.layout == "heads first":
+            dims = [dims[axis] for axis in HEADS_FIRST]
             value = builder.op("Transpose", [value], attributes={"perm": [*HEADS_FIRST]},
-                               dtype=value.dtype)  # fmt: skip
-        if self.layout != "packed":
-            value = builder.op("Reshape", [value, joined(builder)], dtype=value.dtype)
-        return value
+                               dtype=value.dtype, shape=dims)  # fmt: skip
+        shape = [*dims[:2], math.prod(size for size in dims[2:] if isinstance(size, int))]
+        return builder.op("Reshape", [value, joined(builder)], dtype=value.dtype, shape=shape)
+
+    @property
+    def _dims(self) -> list[int | str | None]:
+        """Of `value`, which has four; numbers of heads and of their elements are fixed in them."""
+        dims = self.value.shape or ()
+        return [dim if isinstance(dim, int) else dim.value for dim in dims]
 
 
 def joined(builder: Builder) -> ir.Value:

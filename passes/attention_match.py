@@ -13,6 +13,7 @@ from qgraph.passes.attention_past import Joined, joined_of
 from qgraph.passes.attention_probe import Frame
 from qgraph.passes.fuse_rotary import NoTableError, Rotary, Table, read_table, rotary_of
 from qgraph.passes.fusion import FusionContext
+from qgraph.passes.matching import made_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ def understood(context: FusionContext, core: Core) -> Attention:
     groups = fixed(past[0].past, 1) if past else None
     frame = _frame(node, core.query, past)
     turned = rotary_of(queries.value), rotary_of(new)
-    table = _table(context, turned, frame)
+    table = _table(context, turned, frame) or _wider(queries.value)
     if not isinstance(table, Table):
         turned = (None, None)
     query = _heads(node, core.query, queries, turned[0], fixed(core.query, 1), size)
@@ -165,6 +166,16 @@ def _table(
     except NoTableError as error:
         return str(error)
     return table if same else "queries and keys are turned by different angles"
+
+
+def _wider(value: ir.Value) -> str | None:
+    """Why what turns `value` stays in front, where casts are between."""
+    source: ir.Value | None = value
+    while (cast := made_by(source, "Cast")) is not None:
+        source = cast.inputs[0]
+    if source is None or source is value or rotary_of(source) is None:
+        return None
+    return f"{value.name} is turned in {source.dtype}, and rounded behind it"
 
 
 def _mask(context: FusionContext, core: Core, frame: Frame) -> Mask:

@@ -26,7 +26,7 @@ def is_grouped(found: Attention) -> bool:
     return needed or found.groups != found.heads or bool(found.past) or found.table is not None
 
 
-def _turns_in_front(found: Attention, oldest: Version) -> bool:
+def turns_in_front(found: Attention, oldest: Version) -> bool:
     """Whether heads are turned by an op of its own.
 
     Without a cache the kernel counts positions itself, whatever it is told of them; where it is
@@ -40,7 +40,7 @@ def packed_source(found: Attention, oldest: Version) -> ir.Value | None:
     """The `[B, S, (H + 2 KV)·D]` that queries, keys and values are split from, in that order."""
     parts = [found.query, found.key, found.value]
     split = made_by(parts[0].value, "Split")
-    if split is None or not is_grouped(found) or _turns_in_front(found, oldest):
+    if split is None or not is_grouped(found) or turns_in_front(found, oldest):
         return None
     if any(each.layout != "packed" for each in parts):
         return None
@@ -103,7 +103,7 @@ def _grouped(
     parts: list[ir.Value | None] = [whole, None, None]
     if whole is None:
         parts = [each.packed(builder) for each in (found.query, found.key, found.value)]
-    if found.table is not None and _turns_in_front(found, oldest):
+    if found.table is not None and turns_in_front(found, oldest):
         angles, half = cos_and_sin(builder, found.table, found.frame), found.table.half
         parts[:2] = [
             turned(builder, part, count, found.table.positions, angles,

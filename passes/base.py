@@ -45,6 +45,8 @@ class Findings:
     scales: by site, how its input is rounded, where that was left to calibration.
     merged: by a site that fusing made, those whose weights it holds, one behind the other.
     apart: sites whose weight must not be put together with others.
+    differing: sites that could be put together, but for kernels that one of them failed: whether
+        they still wait for one that all of them pass.
     unfused: by node, why an attention stays as it came.
     cache: what `quantize_cache` found of keys and values, and of what rounding them costs.
     """
@@ -63,6 +65,7 @@ class Findings:
     scales: dict[str, InputScale] = dataclasses.field(default_factory=dict)
     merged: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     apart: set[str] = dataclasses.field(default_factory=set)
+    differing: dict[tuple[str, ...], bool] = dataclasses.field(default_factory=dict)
     unfused: dict[str, str] = dataclasses.field(default_factory=dict)
     cache: Any = None
 

@@ -23,9 +23,10 @@ from qgraph.formats.kv_cache import CacheFormat
 from qgraph.observers import MinMax, Observer
 from qgraph.passes.cache_clips import LeastError
 from qgraph.passes.cache_offsets import first_values, offset_of
+from qgraph.passes.fuse_rotary import rotary_of
 from qgraph.passes.matching import made_by
 
-PAST_KEY, PAST_VALUE = 3, 4
+PAST_KEY, PAST_VALUE, BIAS = 3, 4, 10
 PRESENT_KEY, PRESENT_VALUE = 1, 2
 _COSINES = 7
 _VIEWS = ("Reshape", "Transpose", "Identity", "Cast")
@@ -68,6 +69,9 @@ def cached(node: ir.Node) -> Cached:
         InputError: the size of its heads is not known.
     """
     size, heads = head_size(node), node.attributes.get_int("kv_num_heads", 0)
+    past = node.inputs[PAST_KEY]
+    axis = past.shape[-1] if past is not None and past.shape is not None else None
+    size = axis if size is None and isinstance(axis, int) else size
     if size is None or not heads:
         raise InputError(f"--kv-cache: the size of a head of {node.name} is not known")
     return Cached(node, heads, size, _pairs(node, size))
@@ -77,7 +81,7 @@ def _pairs(node: ir.Node, size: int) -> Array:
     """The pairs of channels that the node, or a rotary embedding in front of its key, turns."""
     turning = node if node.attributes.get_int("do_rotary", 0) else _rotary(node.inputs[1])
     if turning is None:
-        return np.empty((0, 2), np.int64)
+        return _spelled(node.inputs[1])
     half = size // 2
     table = node.inputs[_COSINES] if turning is node and len(node.inputs) > _COSINES else None
     if table is not None and table.shape is not None and isinstance(table.shape[-1], int):
@@ -85,9 +89,24 @@ def _pairs(node: ir.Node, size: int) -> Array:
     elif turning is not node:
         half = turning.attributes.get_int("rotary_embedding_dim", 0) // 2 or half
     names = ("rotary_interleaved", "interleaved")
-    if any(turning.attributes.get_int(name, 0) for name in names):
+    return _paired(half, any(turning.attributes.get_int(name, 0) for name in names))
+
+
+def _paired(half: int, neighbours: bool) -> Array:
+    if neighbours:
         return np.arange(2 * half).reshape(-1, 2)
     return np.stack([np.arange(half), np.arange(half) + half], 1)
+
+
+def _spelled(key: ir.Value | None) -> Array:
+    """Those that ops in front of a key turn which did not become one."""
+    while (view := made_by(key, *_VIEWS)) is not None:
+        key = view.inputs[0]
+    found = rotary_of(key) if key is not None else None
+    width = found.cos.shape[-1] if found is not None and found.cos.shape is not None else None
+    if found is None or not isinstance(width, int):
+        return np.empty((0, 2), np.int64)
+    return _paired(width if found.halved else width // 2, found.interleaved)
 
 
 def _rotary(key: ir.Value | None) -> ir.Node | None:

@@ -17,6 +17,8 @@ from qgraph.scopes import bodies
 
 _SMALL = 65536
 """Elements of the largest constant that is read or made."""
+_GROWN = 4096
+"""Elements of the largest that is made of a smaller one: files would grow by tables of places."""
 _BEYOND = 2**31 - 1
 """What exporters write for the end of an axis, at least."""
 _GROWING = frozenset({"ConstantOfShape", "Expand", "Tile", "Range", "Pad", "Resize"})
@@ -34,6 +36,7 @@ def fold_constants(rewriter: Rewriter, evaluate: Evaluate) -> int:
     """Fold in the main graph; how many nodes went away."""
     graph = rewriter.model.graph
     before = len(graph)
+    _name_types(rewriter)
     _drop_no_ops(rewriter)
     known: set[ir.Value] = set()
     foldable: list[ir.Node] = []
@@ -53,6 +56,17 @@ def fold_constants(rewriter: Rewriter, evaluate: Evaluate) -> int:
         rewriter.drop_unused(foldable)
         _drop_no_ops(rewriter)  # some are told by what was folded
     return before - len(graph)
+
+
+def _name_types(rewriter: Rewriter) -> None:
+    """Cast to a type by its name where another value shows it, which is no constant."""
+    for node in [node for node in rewriter.model.graph if node.op_type == "CastLike"]:
+        value, like = node.inputs
+        if node.domain or like is None or like.dtype is None or "saturate" in node.attributes:
+            continue
+        to = {"to": int(like.dtype)}
+        made = rewriter.node("Cast", [value], name=node.name or "Cast", attributes={**to})
+        rewriter.replace(node, [made])
 
 
 def _is_foldable(node: ir.Node, known: set[ir.Value]) -> bool:
@@ -75,9 +89,17 @@ def _is_small_constant(value: ir.Value) -> bool:
         and tensor is not None
         and not isinstance(tensor, QuantTensor)
         and tensor.dtype != ir.DataType.STRING
-        and (tensor.size == 1 or tensor.dtype not in FLOATS)  # parameters stay as they are
+        and (tensor.size == 1 or not _is_stored(tensor.dtype))
         and tensor.size <= _SMALL
     )
+
+
+def _is_stored(dtype: ir.DataType) -> bool:
+    """Whether parameters are of this type, or codes of theirs: they stay as they are, stored once.
+
+    A table and a head that share one blob of codes read it through views.
+    """
+    return dtype in FLOATS or (dtype.bitwidth <= 8 and dtype != ir.DataType.BOOL)
 
 
 def _is_small(value: ir.Value) -> bool:
@@ -88,7 +110,7 @@ def _is_small(value: ir.Value) -> bool:
         if not isinstance(dim, int):
             return False
         size *= dim
-    return size <= _SMALL
+    return size <= _GROWN
 
 
 def _leaves(value: ir.Value, known: set[ir.Value]) -> bool:

@@ -8,11 +8,18 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.formats.base import Array
-from qgraph.ort_versions import QUERY_LENGTHS, Version
+from qgraph.ort_versions import NEWEST, QUERY_LENGTHS, Version
 from qgraph.passes.attention_core import OtherwiseError, core_of, native_core
 from qgraph.passes.attention_mask import NoMaskError
 from qgraph.passes.attention_match import Attention, understood
-from qgraph.passes.attention_ops import GROUPED, MULTI_HEAD, attended, is_grouped, packed_source
+from qgraph.passes.attention_ops import (
+    GROUPED,
+    MULTI_HEAD,
+    attended,
+    is_grouped,
+    packed_source,
+    turns_in_front,
+)
 from qgraph.passes.attention_padding import Kept
 from qgraph.passes.attention_past import Source
 from qgraph.passes.attention_probe import Sizes
@@ -82,7 +89,17 @@ def _candidate(found: Attention, context: FusionContext) -> Candidate:
         dims=_dims(found),
         reason=found.summary,
         trials=_trials(found, context.capabilities.oldest),
+        missed=_missed(found, context.capabilities.oldest),
     )
+
+
+def _missed(found: Attention, oldest: Version) -> Miss | None:
+    """What a newer runtime's op does besides: it turns heads by positions that it is told."""
+    if not turns_in_front(found, oldest) or turns_in_front(found, NEWEST):
+        return None
+    edge = "heads are turned by ops in front, which keeps their linears apart"
+    what = f"rotary embedding in {GROUPED} behind a cache"
+    return Miss("rotary", found.core.node, what, edge, QUERY_LENGTHS)
 
 
 def _trials(found: Attention, oldest: Version) -> tuple[dict[str, int], ...]:

@@ -23,7 +23,8 @@ class Rotary:
     """x: `[B, H, S, D]`, turned by the angles whose `cos` and `sin` are views of `[B, S, D]`.
 
     halved: whether they are `[B, S, D / 2]` instead, each angle once.
-    interleaved: whether elements are turned in pairs, not the first half with the second.
+    interleaved: whether elements are turned in pairs, not the first half with the second; then
+        angles that are not halved are repeated in pairs, too.
     """
 
     x: ir.Value
@@ -31,6 +32,11 @@ class Rotary:
     sin: ir.Value
     halved: bool = False
     interleaved: bool = False
+
+    @property
+    def repeated(self) -> bool:
+        """Whether each angle stands twice, next to itself."""
+        return self.interleaved and not self.halved
 
 
 def rotary_of(value: ir.Value) -> Rotary | None:
@@ -76,23 +82,47 @@ def _matched(plain: ir.Node | None, turned: ir.Node | None) -> Rotary | None:
     if plain is None or turned is None:
         return None
     for half, sin in (turned.inputs, turned.inputs[::-1]):
-        x = _turned(half)
-        if x is None or sin is None or x not in plain.inputs:
+        stacked = _stacked(_uncast(half))
+        x = _turned(_uncast(half) if stacked is None else stacked)
+        places = [at for at, each in enumerate(plain.inputs) if x in (each, _uncast(each))]
+        if x is None or sin is None or not places:
             continue
-        cos = plain.inputs[1] if plain.inputs[0] is x else plain.inputs[0]
-        return Rotary(x, cos, sin) if cos is not None else None
+        whole, cos = plain.inputs[places[0]], plain.inputs[1 - places[0]]
+        if whole is None or cos is None:
+            return None
+        return Rotary(whole, cos, sin, interleaved=stacked is not None)
     return None
 
 
+def _uncast(value: ir.Value | None) -> ir.Value | None:
+    """What is cast; halves that change places do so in the type that they came in."""
+    node = made_by(value, "Cast")
+    return node.inputs[0] if node is not None else value
+
+
+def _stacked(value: ir.Value | None) -> ir.Value | None:
+    """What holds neighbours side by side, `[.., D / 2, 2]`, where `value` `[.., D]` is a view."""
+    flat = made_by(value, "Reshape")
+    found = flat.inputs[0] if flat is not None else None
+    return found if made_by(found, "Concat") is not None else None
+
+
 def _turned(value: ir.Value | None) -> ir.Value | None:
-    """The x of (-x₂, x₁)."""
+    """The x of (-x₂, x₁), halves or neighbours."""
     joined = made_by(value, "Concat")
     if joined is None or len(joined.inputs) != 2:
         return None
-    negated = made_by(joined.inputs[0], "Neg")
-    halves = [negated.inputs[0] if negated is not None else None, joined.inputs[1]]
+    first, second = (_apart(each) for each in joined.inputs)
+    negated = made_by(first, "Neg")
+    halves = [negated.inputs[0] if negated is not None else None, second]
     sources = {_source(half) for half in halves}
     return sources.pop() if len(sources) == 1 else None
+
+
+def _apart(value: ir.Value | None) -> ir.Value | None:
+    """What is put into an axis of its own, where it is."""
+    node = made_by(value, "Unsqueeze")
+    return node.inputs[0] if node is not None else value
 
 
 def _source(half: ir.Value | None) -> ir.Value | None:
@@ -106,7 +136,7 @@ class Table:
 
     positions: `[B, S]`, the row of each token; None where it is its place, counted from the first.
     sources: the values `[.., D]` of cos and sin; the table is made by the same nodes.
-    rows: how many positions it holds. half: columns that a row is cut to, `D / 2`.
+    rows: how many positions it holds. half: columns that a row is cut to, `D / 2`, each `step`th.
     interleaved: whether elements are turned in pairs.
     one_row: whether the graph's own op runs on one row alone, for which it has the angles.
     """
@@ -116,6 +146,7 @@ class Table:
     sources: tuple[ir.Value, ir.Value]
     rows: int
     half: int
+    step: int
     interleaved: bool
     one_row: bool
 
@@ -130,7 +161,9 @@ def read_table(context: FusionContext, rotary: Rotary, frame: Frame) -> Table:
     Raises:
         NoTableError: there is none.
     """
-    sources = (_root(rotary.cos), _root(rotary.sin))
+    sources = (rotary.cos, rotary.sin)
+    if not rotary.repeated:  # what repeats angles in pairs looks like a view
+        sources = (_root(rotary.cos), _root(rotary.sin))
     positions = _positions(sources[0])
     if positions is None:
         raise NoTableError(f"no integer positions behind {sources[0].name}")
@@ -169,7 +202,10 @@ def _read_table(
     except NotComputedError as error:
         return f"angles {name}: {error}"
     half = table.shape[-1] if rotary.halved else table.shape[-1] // 2
-    if not rotary.halved and not np.array_equal(table[..., :half], table[..., half:]):
+    twice = table[..., :half], table[..., half:]
+    if rotary.repeated:
+        twice = table[..., ::2], table[..., 1::2]
+    if not rotary.halved and not np.array_equal(*twice):
         return f"{name}: the two halves of the angles differ"
     if half % _COLUMNS:
         return f"the kernels turn multiples of {_COLUMNS} elements, not {half}"
@@ -185,6 +221,7 @@ def _read_table(
         sources=(cone.targets[0], cone.targets[1]),
         rows=rows,
         half=half,
+        step=2 if rotary.repeated else 1,
         interleaved=rotary.interleaved,
         one_row=one_row,
     )
@@ -312,7 +349,8 @@ def _made(builder: Builder, table: Table, frame: Frame) -> list[ir.Value]:
     angles = cone.copied(
         builder, frame.sizes(1, table.rows), {table.input: places}, {table.input: shape}
     )
-    ends = [builder.constant("column", np.array([end], np.int64)) for end in (0, table.half, -1)]
+    columns = (0, table.half * table.step, -1, table.step)
+    ends = [builder.constant("column", np.array([end], np.int64)) for end in columns]
     flat = builder.constant("table", np.array([-1, table.half], np.int64))
     found = []
     for angle in angles:

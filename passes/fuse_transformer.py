@@ -8,10 +8,9 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
-from qgraph.capabilities import NEWER
+from qgraph.capabilities import NEWER, came_later
 from qgraph.errors import InputError
 from qgraph.graph import Graph
-from qgraph.ort_versions import spell
 from qgraph.passes.attention_lengths import unify_lengths
 from qgraph.passes.base import Context, Pass
 from qgraph.passes.fold_constants import fold_constants
@@ -93,9 +92,11 @@ class FuseTransformer(Pass):
         for fusion in FUSIONS:
             for found in fusion(graph.model, shared):
                 if isinstance(found, Miss):
-                    steps.append(_missed(found))
-                else:
-                    steps.append(_apply(found, shared, check))
+                    steps.append(_missed(found, shared))
+                    continue
+                beside = [_missed(found.missed, shared)] if found.missed is not None else []
+                steps.append(_apply(found, shared, check))
+                steps += beside if steps[-1].outcome == "done" else []
         kept = (step for step in steps if step.outcome == "kept" and step.rule == "attention")
         context.findings.unfused = {step.site: step.detail for step in kept}
         if any(step.outcome == "done" for step in steps):
@@ -103,11 +104,12 @@ class FuseTransformer(Pass):
         return steps
 
 
-def _missed(miss: Miss) -> Step:
-    detail = f"nearest: {miss.nearest}; {miss.edge}"
-    return Step(
-        FuseTransformer.name, miss.fusion, _name(miss.node), "kept", "FUSION_MISSED", detail
-    )
+def _missed(miss: Miss, shared: FusionContext) -> Step:
+    code, detail = "FUSION_MISSED", f"nearest: {miss.nearest}; {miss.edge}"
+    if miss.since is not None:
+        newer = came_later(miss.nearest, miss.since, shared.capabilities.oldest)
+        code, detail = NEWER, f"{newer}: {miss.edge}"
+    return Step(FuseTransformer.name, miss.fusion, _name(miss.node), "kept", code, detail)
 
 
 def _apply(candidate: Candidate, shared: FusionContext, check: FusionCheck) -> Step:
@@ -116,7 +118,8 @@ def _apply(candidate: Candidate, shared: FusionContext, check: FusionCheck) -> S
     outside = [value for value in candidate.outputs if _graph_of(value) is not candidate.node.graph]
     if outside:
         edge = f"{outside[0].name} is made in another body than {name}"
-        return _missed(Miss(candidate.fusion, candidate.node, f"{into} within one body", edge))
+        miss = Miss(candidate.fusion, candidate.node, f"{into} within one body", edge)
+        return _missed(miss, shared)
     made: list[tuple[Candidate, Builder, Sequence[ir.Value]]] = []
     for each in (candidate, *candidate.parts):
         builder = Builder(shared, each.node)
@@ -149,7 +152,7 @@ def _refused(
     if late is None:
         return "FUSION_FAILED_CHECK", check(candidate, new).why
     since, what = late
-    return NEWER, f"{what} came with ONNX Runtime {spell(since)}, and {spell(oldest)} has to run it"
+    return NEWER, came_later(what, since, oldest)
 
 
 def _put(

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from qgraph.capabilities import Capabilities
 from qgraph.formats.base import Array
+from qgraph.ort_versions import Version
 from qgraph.passes.base import Findings
 from qgraph.rewrite import Rewriter
 from qgraph.scopes import nodes
@@ -52,6 +53,7 @@ class Candidate:
     trials: the sizes of symbols in each run of the check, by name; empty for sizes of its own.
     parts: what must change with it, in bodies whose outputs it reads: all are proven, or none is
         applied.
+    missed: what stays beside it, where it is applied.
     """
 
     fusion: str
@@ -69,6 +71,7 @@ class Candidate:
     proof: Hashable = None
     trials: tuple[Mapping[str, int], ...] = ()
     parts: tuple[Candidate, ...] = ()
+    missed: Miss | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +80,15 @@ class Miss:
 
     nearest: the known spelling that it is nearest to, in words.
     edge: the node or value where it differs, and how, in words.
+    since: the release with which what is missed came, where that is newer than the oldest one that
+        has to run the result.
     """
 
     fusion: str
     node: ir.Node
     nearest: str
     edge: str
+    since: Version | None = None
 
 
 @dataclasses.dataclass

@@ -86,8 +86,7 @@ class FusionCheck:
                     was, now = _spelled(old), _spelled(new)
                     return Trial(np.inf, f"the region gives {was}, the new op {now}")
                 worst = max(worst, _difference(old, new))
-        dtypes = [value.dtype for value in candidate.outputs]
-        limit = max([candidate.tolerance, *(_COARSE.get(d, 0.0) for d in dtypes if d is not None)])
+        limit = max([candidate.tolerance, *(_COARSE.get(d, 0.0) for d in cut.computed)])
         why = "" if worst <= limit else f"results differ by {worst:.2g}, wanted {limit:.0e} at most"
         return Trial(worst, why)
 
@@ -157,6 +156,12 @@ class Cut:
     def types(self, candidate: Candidate) -> list[tuple[Any, ...]]:
         """Type and shape of each input, which with the model's bytes say what is checked."""
         return [(value.dtype, _shape(value, candidate)) for value in self.inputs]
+
+    @property
+    def computed(self) -> set[ir.DataType]:
+        """The types of what its nodes give, results and all on the way to them."""
+        made = (value for value in self.values if value not in self.inputs and value.producer())
+        return {value.dtype for value in made if value.dtype is not None}
 
     @property
     def counts(self) -> bool:

@@ -7,13 +7,10 @@ from collections.abc import Hashable, Iterable, Mapping
 import numpy as np
 
 from qgraph.formats.base import Array
-from qgraph.passes.solved import Transform, as_stored
+from qgraph.passes.solved import as_stored, transform_of
 from qgraph.passes.stage_walk import Stop
 from qgraph.plan import QuantPlan
 from qgraph.quant_tensor import QuantSource
-
-THRESHOLD = "lower_w8a8.threshold"
-"""The option that says from where on a column is an outlier."""
 
 
 def outliers(
@@ -34,7 +31,7 @@ def outliers(
             count = decision.outliers
             if not count or source is None:
                 continue
-            key = (_factors(source), count)
+            key = (transform_of(source).of_inputs, count)
             if key not in known:
                 rows = (as_stored(each, source) for each in stop.inputs())
                 known[key] = largest(rows, count, threshold)
@@ -51,9 +48,3 @@ def largest(rows: Iterable[Array], count: int, threshold: float) -> Array:
     first = np.argsort(-most, kind="stable")[:count]
     kept = first[most[first] >= threshold * np.median(most)] if len(most) else first
     return np.sort(kept).astype(np.int64)
-
-
-def _factors(source: QuantSource) -> Hashable:
-    transform: Transform = getattr(source, "transform", None) or Transform()
-    parts = (transform.columns, transform.order)
-    return tuple(None if part is None else part.tobytes() for part in parts)

@@ -8,20 +8,20 @@ front of an output projection some tokens are hundreds of times larger than othe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from qgraph.activation_kinds import INT8_AUTO, INT8_ROW, INT8_STATIC, TOP_CODE
 from qgraph.formats.base import Array
 from qgraph.integer_sites import LEAST_STEP, REACH
 from qgraph.passes.quantized_inputs import static_grid
-from qgraph.passes.solved import as_stored
+from qgraph.passes.solved import as_stored, transform_of
 from qgraph.passes.stage_walk import Stop
 from qgraph.plan import QuantPlan
 from qgraph.quant_tensor import QuantSource
 from qgraph.sites import Site
 
-AUTO, ROWS, STATIC = "int8-auto", "int8-row", "int8-static"
 DEFAULT_LOSS = 1e-4
 OUTPUT = "output"
 """The observer of static ranges that goes by what they cost the outputs."""
@@ -33,7 +33,6 @@ _TOKENS = 1024
 """Rows that the errors are taken from, spread over all calibration data."""
 _CHANNELS = 4096
 """Rows of a weight that they are taken from: the first ones, all rows being alike."""
-_CODES = 255
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,7 @@ class InputScale:
     def within(self, loss: float) -> InputScale:
         """With a scale for each row where one for all costs more than `loss` beyond it."""
         fine = self.worst <= LARGEST and self.static - self.by_row <= loss
-        return dataclasses.replace(self, kind=STATIC if fine else ROWS)
+        return dataclasses.replace(self, kind=INT8_STATIC if fine else INT8_ROW)
 
 
 def scales(
@@ -71,7 +70,7 @@ def scales(
     sources: Mapping[str, QuantSource | None],
     outliers: Mapping[str, Array],
     loss: float,
-    kinds: Collection[str] = (AUTO,),
+    kinds: Collection[str] = (INT8_AUTO,),
 ) -> dict[str, InputScale]:
     """By site, how its activation is rounded where the plan leaves it to this; alike where shared.
 
@@ -83,7 +82,7 @@ def scales(
     sources: what each site's weight is stored as.
     outliers: columns of the inputs that stay in float, and count for nothing.
     """
-    groups: dict[tuple[str, bytes, bytes], list[tuple[str, Site, QuantSource]]] = {}
+    groups: dict[tuple[str, Hashable, bytes], list[tuple[str, Site, QuantSource]]] = {}
     for site in stop.stage.sites:
         for decision in plan.named(site.name):
             source = sources[site.name]
@@ -91,22 +90,16 @@ def scales(
             if kind is None or kind not in kinds or source is None:
                 continue
             left = outliers.get(decision.site, np.empty(0, np.int64))
-            key = (kind, _factors(source), left.tobytes())
+            key = (kind, transform_of(source).of_inputs, left.tobytes())
             groups.setdefault(key, []).append((decision.site, site, source))
     found: dict[str, InputScale] = {}
     for (kind, _, left_out), members in groups.items():
         columns = np.frombuffer(left_out, np.int64)
         unlike = {id(source): (site, source) for _, site, source in members}
         one = _chosen(stop, list(unlike.values()), columns)
-        one = one.within(loss) if kind == AUTO else one
+        one = one.within(loss) if kind == INT8_AUTO else one
         found.update({name: one for name, _, _ in members})
     return found
-
-
-def _factors(source: QuantSource) -> bytes:
-    transform = getattr(source, "transform", None)
-    parts = () if transform is None else (transform.columns, transform.order)
-    return b"|".join(b"" if part is None else part.tobytes() for part in parts)
 
 
 def _chosen(stop: Stop, members: Sequence[tuple[Site, QuantSource]], columns: Array) -> InputScale:
@@ -122,7 +115,7 @@ def _chosen(stop: Stop, members: Sequence[tuple[Site, QuantSource]], columns: Ar
     found = [(errors.of(in_range(x, *each) - x), each) for each in tried]
     fitting = [item for item in found if item[0][1] <= LARGEST] or found[:1]
     (static, worst), (low, high) = min(fitting, key=lambda item: item[0][0])
-    return InputScale(STATIC, low, high, by_row, static, worst)
+    return InputScale(INT8_STATIC, low, high, by_row, static, worst)
 
 
 @dataclasses.dataclass
@@ -190,5 +183,6 @@ def by_rows(x: Array) -> Array:
 def in_range(x: Array, low: float, high: float) -> Array:
     """Inputs on the grid of a static range, zero in it, clipped to it."""
     step, zero = static_grid(low, high)
-    found: Array = ((np.clip(np.rint(x / step) + zero, 0, _CODES) - zero) * step).astype(np.float32)
+    codes = np.clip(np.rint(x / step) + zero, 0, TOP_CODE)
+    found: Array = ((codes - zero) * step).astype(np.float32)
     return found

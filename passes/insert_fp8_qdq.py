@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.activation_kinds import FP8, FP8_KINDS, FP8_TOKEN
 from qgraph.errors import InputError
 from qgraph.formats.small_floats import E4M3_MAX
 from qgraph.graph import Graph
@@ -21,7 +22,6 @@ from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.sites import Site
 
-STATIC, TOKEN = "fp8", "fp8-token"
 OPSET = 19
 """The first that quantizes to FP8."""
 
@@ -79,7 +79,7 @@ class InsertFp8Qdq(Pass):
     def _quantize(self, site: Site, context: Context, writer: _Writer) -> str:
         """Let the site read its activation rounded; returns how."""
         scale, detail = None, "one scale to a token, amax / 448"
-        if context.plan[site.name].activations == STATIC:
+        if context.plan[site.name].activations == FP8:
             low, high = context.findings.ranges.get(site.name, (-1.0, 1.0))
             scale = max(abs(low), abs(high)) / E4M3_MAX or 1.0
             detail = f"one scale, {scale:g}, by {self.observer} of calibration data"
@@ -94,7 +94,7 @@ def _planned(graph: Graph, context: Context) -> list[Site]:
     for site in graph.sites():
         decision = context.plan.of(site.name)
         if decision is not None and decision.quantized and site.state == "dequantize":
-            found += [site] * (decision.activations in (STATIC, TOKEN))
+            found += [site] * (decision.activations in FP8_KINDS)
     return found
 
 
@@ -102,7 +102,7 @@ def _refusal(site: Site, context: Context) -> tuple[str, str] | None:
     """Reason code and detail where the site's activation cannot be rounded."""
     if site.node.attributes.get_int("transA", 0):
         return "ACTIVATION_UNSUPPORTED", "its activation is transposed"
-    if context.plan[site.name].activations == TOKEN or site.name in context.findings.ranges:
+    if context.plan[site.name].activations == FP8_TOKEN or site.name in context.findings.ranges:
         return None
     if context.calibration is None:  # a dry run: any scale shows what a real run does
         return None

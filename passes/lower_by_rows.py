@@ -15,7 +15,7 @@ from qgraph.passes.base import Context, Pass, is_lazy, source_of
 from qgraph.passes.dequantize import DequantizeWriter, read_from
 from qgraph.passes.rounded import RoundedSource, WeightSource
 from qgraph.passes.row_segments import Segment, segments
-from qgraph.passes.solved import Transform
+from qgraph.passes.solved import SolvedSource, Transform
 from qgraph.plan import Many
 from qgraph.quant_tensor import QuantSource
 from qgraph.report import Step
@@ -97,11 +97,10 @@ class _Sources:
         key = (id(first), many.format)
         if key not in self._made:
             weight = first.weight
-            transform: Transform | None = getattr(first, "transform", None)
-            if transform is not None:
+            if isinstance(first, SolvedSource):
                 weight = TransformedWeight(
                     weight.root, weight.view, weight.n, weight.k, weight.dtype, weight.key,
-                    weight.dims, transform,
+                    weight.dims, first.transform,
                 )  # fmt: skip
             self._made[key] = RoundedSource(weight, parse(many.format), first.scale_dtype)
         return self._made[key]

@@ -12,7 +12,7 @@ from qgraph.capabilities import GATHER_BLOCK_QUANTIZED, Query
 from qgraph.graph import Graph
 from qgraph.kernel_choice import layout_of, spell_kernel
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
-from qgraph.passes.lower_matmul_nbits import CannotFuse, check_view, chosen, place
+from qgraph.passes.site_lowering import CannotFuse, check_view, chosen, place
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.scopes import nodes

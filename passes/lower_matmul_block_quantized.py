@@ -9,16 +9,9 @@ import onnx_ir as ir
 
 from qgraph.capabilities import MATMUL_FP4, MATMUL_FP8, Query
 from qgraph.graph import Graph
-from qgraph.kernel_choice import layout_of, spell_kernel
-from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
-from qgraph.passes.lower_matmul_nbits import (
-    CannotFuse,
-    around,
-    check_activation,
-    check_view,
-    chosen,
-    place,
-)
+from qgraph.kernel_choice import layout_of
+from qgraph.passes.base import Context, PackedParts, Pass, source_of
+from qgraph.passes.site_lowering import around, lower_linears
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.sites import CONTRIB, Site
@@ -47,30 +40,14 @@ class LowerMatMulBlockQuantized(Pass):
         """Fuse every linear whose best kernel is one of the two."""
         rewriter = Rewriter(graph.model)
         parts = PackedParts(rewriter)
-        steps = []
-        for site in graph.sites():
-            if not is_lazy(site.dequantizer) or site.gathers:
-                continue
-            answer, query = chosen(site, context)
-            if not answer or query.op not in SCALED_TOGETHER:
-                continue
-            op_type = query.op.partition("::")[2]
-            try:
-                check_view(site)
-                check_activation(site)
-                nodes = _fused(site, query, op_type, parts, rewriter)
-            except CannotFuse as refused:
-                steps.append(Step(self.name, op_type, site.name, "refused", *refused.args))
-                continue
-            place(site, nodes, op_type, rewriter)
-            rule = f"{site.op} → {op_type}"
-            steps.append(Step(self.name, rule, site.name, "done", None, spell_kernel(query)))
-        return steps
+
+        def fuse(site: Site, query: Query) -> list[ir.Node]:
+            return _fused(site, query, parts, rewriter)
+
+        return lower_linears(self.name, graph, context, SCALED_TOGETHER, fuse, rewriter)
 
 
-def _fused(
-    site: Site, query: Query, op_type: str, parts: PackedParts, rewriter: Rewriter
-) -> list[ir.Node]:
+def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> list[ir.Node]:
     """The op, with its bias where that is a vector."""
     assert site.dequantizer is not None
     source = source_of(site.dequantizer)
@@ -78,7 +55,7 @@ def _fused(
     def fuse(activation: ir.Value, bias: ir.Value | None) -> list[ir.Node]:
         packed = parts.get(source, layout_of(source.format, query))
         node = rewriter.node(
-            op_type,
+            query.op.partition("::")[2],
             [activation, *packed.values(), None, bias],
             name=f"{site.name}/fused",
             domain=CONTRIB,

@@ -9,16 +9,9 @@ import onnx_ir as ir
 
 from qgraph.capabilities import MATMUL_BNB4, Query
 from qgraph.graph import Graph
-from qgraph.kernel_choice import BNB4_TYPES, layout_of, spell_kernel
-from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
-from qgraph.passes.lower_matmul_nbits import (
-    CannotFuse,
-    around,
-    check_activation,
-    check_view,
-    chosen,
-    place,
-)
+from qgraph.kernel_choice import BNB4_TYPES, layout_of
+from qgraph.passes.base import Context, PackedParts, Pass, source_of
+from qgraph.passes.site_lowering import around, lower_linears
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.sites import CONTRIB, Site
@@ -41,24 +34,11 @@ class LowerMatMulBnb4(Pass):
         """Fuse every linear whose best kernel this is."""
         rewriter = Rewriter(graph.model)
         parts = PackedParts(rewriter)
-        steps = []
-        for site in graph.sites():
-            if not is_lazy(site.dequantizer) or site.gathers:
-                continue
-            answer, query = chosen(site, context)
-            if not answer or query.op != MATMUL_BNB4:
-                continue
-            try:
-                check_view(site)
-                check_activation(site)
-                nodes = _fused(site, query, parts, rewriter)
-            except CannotFuse as refused:
-                steps.append(Step(self.name, "MatMulBnb4", site.name, "refused", *refused.args))
-                continue
-            place(site, nodes, "MatMulBnb4", rewriter)
-            rule = f"{site.op} → MatMulBnb4"
-            steps.append(Step(self.name, rule, site.name, "done", None, spell_kernel(query)))
-        return steps
+
+        def fuse(site: Site, query: Query) -> list[ir.Node]:
+            return _fused(site, query, parts, rewriter)
+
+        return lower_linears(self.name, graph, context, (MATMUL_BNB4,), fuse, rewriter)
 
 
 def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> list[ir.Node]:

@@ -14,7 +14,7 @@ from qgraph.formats.base import Format
 from qgraph.graph import Graph
 from qgraph.kernel_choice import is_portable
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
-from qgraph.passes.lower_matmul_nbits import (
+from qgraph.passes.site_lowering import (
     CannotFuse,
     around,
     check_activation,

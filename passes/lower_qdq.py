@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+import numpy as np
 import onnx_ir as ir
 
 from qgraph.capabilities import DEQUANTIZE_LINEAR, INTEGERS
 from qgraph.formats.base import Layout, Part
 from qgraph.graph import Graph
 from qgraph.kernel_choice import FOLDING_ENTRY
+from qgraph.ort_versions import WITHOUT_ZEROS
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
-from qgraph.passes.lower_matmul_nbits import chosen, missing_axes
 from qgraph.passes.opset import CannotRaise, raise_opset
+from qgraph.passes.site_lowering import chosen, missing_axes
 from qgraph.quant_tensor import QuantSource
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
@@ -39,6 +41,9 @@ class LowerQdq(Pass):
     where one scale serves a whole row, the codes have 2 bits (ONNX Runtime 1.32 cannot fold
     their Transpose), or the reader is a Gather or lies in a body:
              w = DequantizeLinear <axis = 1, block_size = 64> (codes', scales)
+    and with zero points of 0 for a runtime of before WITHOUT_ZEROS (later ones would turn the
+    weight at each call), where there is one scale for a row or for all:
+             w = DequantizeLinear <axis = 0> (codes', scales, zeros)
     """
 
     name: ClassVar[str] = "lower_qdq"
@@ -52,7 +57,7 @@ class LowerQdq(Pass):
         # Readers of [K, N] come first: they leave the dequantizer to the others.
         sites = [site for site in graph.sites() if site.name in needs]
         sites.sort(key=lambda site: not _reads_turned(site, graph.model.graph))
-        spelling = _Spelling(Rewriter(graph.model))
+        spelling = _Spelling(Rewriter(graph.model), context.capabilities.oldest < WITHOUT_ZEROS)
         at_load = context.plan.recipe.dequantize_at_load
         note = f"; floats at load with the session entry {FOLDING_ENTRY}" if at_load else ""
         return [self._step(site, refused.get(site.name), spelling, graph, note) for site in sites]
@@ -107,11 +112,12 @@ def _raise(graph: Graph, needs: dict[str, _Need]) -> dict[str, tuple[str, str]]:
 class _Spelling:
     """Writes DequantizeLinear nodes; constants, and their transposes, once per source."""
 
-    def __init__(self, rewriter: Rewriter) -> None:
-        self.rewriter = rewriter
+    def __init__(self, rewriter: Rewriter, zeros_needed: bool) -> None:
+        self.rewriter, self.zeros_needed = rewriter, zeros_needed
         self.parts = PackedParts(rewriter)
         self.turned: dict[int, dict[Part, ir.Value]] = {}
         self.sources: dict[ir.Node, QuantSource] = {}
+        self.zeros: dict[int, ir.Value] = {}
 
     def write(self, site: Site) -> QuantSource:
         """Let `site` read a DequantizeLinear in place of its `qgraph::Dequantize…`."""
@@ -157,14 +163,25 @@ class _Spelling:
         group = source.format.group
         attributes = {"axis": axis, "block_size": group} if group else {"axis": 1 - axis}
         shape = [source.n, source.k] if axis == 1 else [source.k, source.n]
+        given = list(parts.values())
+        if self.zeros_needed and not group and "zeros" not in parts:
+            given.append(self._zero(source, parts["codes"], parts["scales"]))
         return self.rewriter.node(
             "DequantizeLinear",
-            list(parts.values()),
+            given,
             name=name,
             attributes=dict(attributes),
             dtype=source.scale_dtype,
             shape=shape,
         )
+
+    def _zero(self, source: QuantSource, codes: ir.Value, scales: ir.Value) -> ir.Value:
+        """Zero points of 0, in the type of the codes and of as many as there are scales."""
+        if id(source) not in self.zeros:
+            assert codes.dtype is not None and scales.shape is not None
+            array = np.zeros(scales.shape.numpy(), codes.dtype.numpy())
+            self.zeros[id(source)] = self.rewriter.constant(f"{source.name}.zeros", array)
+        return self.zeros[id(source)]
 
     def _turned(self, source: QuantSource) -> dict[Part, ir.Value]:
         """The parts as `[K, N]` and `[nb, N]`."""

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.activation_kinds import INT8_AUTO, INT8_ROW, INT8_STATIC
 from qgraph.capabilities import DEQUANTIZE_LINEAR, FLOAT_ACTIVATIONS, MATMUL_INTEGER_TO_FLOAT, Query
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
@@ -17,8 +18,9 @@ from qgraph.integer_sites import ZERO_POINT
 from qgraph.kernel_choice import layout_of, spell_kernel
 from qgraph.observers import KINDS
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
-from qgraph.passes.input_scales import AUTO, DEFAULT_LOSS, OUTPUT, ROWS, STATIC
-from qgraph.passes.lower_matmul_nbits import (
+from qgraph.passes.input_scales import DEFAULT_LOSS, OUTPUT
+from qgraph.passes.quantized_inputs import InputRange, QuantizedInput, QuantizedInputs
+from qgraph.passes.site_lowering import (
     CannotFuse,
     around,
     check_activation,
@@ -26,7 +28,6 @@ from qgraph.passes.lower_matmul_nbits import (
     chosen,
     place,
 )
-from qgraph.passes.quantized_inputs import InputRange, QuantizedInput, QuantizedInputs
 from qgraph.passes.zeroed_columns import ZeroedColumns, float_columns
 from qgraph.quant_tensor import QuantSource
 from qgraph.registry import did_you_mean
@@ -113,10 +114,10 @@ class LowerW8A8(Pass):
 
 def _resolved(query: Query, site: Site, context: Context) -> tuple[Query, str]:
     """The question with the scales that calibration chose where that was left to it, and why."""
-    if query.activations != AUTO:
+    if query.activations != INT8_AUTO:
         return query, ""
     found = context.findings.scales.get(site.name)
-    kind = ROWS if found is None else found.kind
+    kind = INT8_ROW if found is None else found.kind
     unseen = "a scale for each row: no calibration data saw this activation"
     why = unseen if found is None else found.detail
     return dataclasses.replace(query, activations=kind), f"; {why}"
@@ -153,7 +154,7 @@ class _Writer:
         def fuse(activation: ir.Value, bias: ir.Value | None) -> list[ir.Node]:
             return self._fused(site, query, known, activation, bias)
 
-        whole = query.activations != ROWS and not spelled and site.dtype == _FLOAT
+        whole = query.activations != INT8_ROW and not spelled and site.dtype == _FLOAT
         nodes = around(site, self.rewriter, fuse, takes_bias=whole)
         product = "MatMul" if spelled else query.op.rpartition("::")[2]
         place(site, nodes, product, self.rewriter)
@@ -161,7 +162,7 @@ class _Writer:
 
     def _known(self, site: Site, query: Query) -> InputRange:
         """What calibration found of the site's activation."""
-        found, static = self.context.findings, query.activations == STATIC
+        found, static = self.context.findings, query.activations == INT8_STATIC
         if self.context.calibration is None:
             # Without data, as in a dry run, any range and columns show what a real run does.
             columns = np.arange(self.context.plan[site.name].outliers, dtype=np.int64)

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from qgraph.passes.fusion import MICROSOFT, Builder, Candidate, FusionContext, Miss
 from qgraph.passes.matching import made_by, only_reader
 from qgraph.passes.merged_linear import merge, obstacle, packed_shape, proof, reading
+from qgraph.passes.one_kernel import note_differing
 from qgraph.passes.packed_linear import Linear, linear_of
 from qgraph.row_branches import FEW_BODY, MANY_BODY, body_of
 
@@ -81,6 +82,7 @@ def _obstacle(branch: _Branch, node: ir.Node, context: FusionContext) -> str:
     for linears in branch.linears:
         edge = obstacle(linears, context.findings.apart, leaves=True)
         if edge:
+            note_differing(linears, context.findings)
             return edge
     return ""
 

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from qgraph.passes.fusion import MICROSOFT, Builder, Candidate, FusionContext, Miss
 from qgraph.passes.merge_by_rows import merge_by_rows
 from qgraph.passes.merged_linear import merge, obstacle, proof, reading
+from qgraph.passes.one_kernel import note_differing
 from qgraph.passes.packed_linear import Linear, linear_of
 
 _READER = "GroupQueryAttention"
@@ -31,6 +32,7 @@ def merge_linears(_model: ir.Model, context: FusionContext) -> Iterator[Candidat
             continue
         edge = obstacle(found, context.findings.apart)
         if edge:
+            note_differing(found, context.findings)
             yield Miss("merge_linears", node, _SPELLING, edge)
         else:
             yield _candidate(node, found, context)

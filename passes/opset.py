@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CheckerPass
 from onnxscript.version_converter import convert_version
 
-from qgraph.errors import GraphError
+from qgraph.errors import GraphError, one_line
 from qgraph.graph import Graph
 from qgraph.quant_tensor import QuantTensor
 from qgraph.rewrite import Rewriter
@@ -71,7 +71,7 @@ def _check(model: ir.Model) -> None:
     try:
         CheckerPass()(copy)
     except Exception as error:  # the pass lets the checker's own exceptions through
-        raise GraphError(_one_line(error.__cause__ or error)) from error
+        raise GraphError(one_line(error.__cause__ or error)) from error
 
 
 def _hide_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
@@ -105,7 +105,7 @@ def _convert(model: ir.Model, opset: int) -> str:
     try:
         convert_version(model, opset, fallback=True)
     except Exception as error:  # whatever the converters, in Python and C++, find wrong
-        return _one_line(error)
+        return one_line(error)
     finally:
         logger.removeHandler(said)
         logger.propagate = before
@@ -121,11 +121,7 @@ class _Said(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         cause = record.exc_info[1] if record.exc_info else None
-        self.last = _one_line(cause) if cause is not None else record.getMessage()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+        self.last = one_line(cause) if cause is not None else record.getMessage()
 
 
 def _restore(raised: ir.Model, before: ir.Model) -> None:

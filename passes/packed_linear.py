@@ -8,6 +8,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
+from qgraph.activation_kinds import INT8_ROW
 from qgraph.formats.base import Part
 from qgraph.integer_sites import IntegerProduct, integer_product
 from qgraph.passes.fusion import MICROSOFT
@@ -167,7 +168,7 @@ def _behind(node: ir.Node, linear: Linear) -> Behind | None:
             return Behind("bias", node, other) if fits else None
         if integer is None:
             continue
-        if node.op_type == "Mul" and integer.activations == "int8-row":
+        if node.op_type == "Mul" and integer.activations == INT8_ROW:
             scaled = linear.product.outputs[0]
             if scaled in node.inputs and other is not scaled:
                 return Behind("rows", node, other)

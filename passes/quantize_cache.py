@@ -19,12 +19,14 @@ from qgraph.formats.base import Array
 from qgraph.formats.kv_cache import CacheFormat
 from qgraph.graph import Graph
 from qgraph.held_out import fewer, rows_in, samples_of, split
+from qgraph.ort_versions import STORED_CACHE_BIAS, STORED_CACHE_HALF, Version, spell
 from qgraph.paired import find_logits
 from qgraph.passes.add_cache import MASK, POSITIONS
 from qgraph.passes.base import Context, Pass
 from qgraph.passes.cache_noise import move, rounds_activations
 from qgraph.passes.cache_offsets import take_off
 from qgraph.passes.cache_ranges import (
+    BIAS,
     PAST_KEY,
     PAST_VALUE,
     Cached,
@@ -32,6 +34,7 @@ from qgraph.passes.cache_ranges import (
     cached,
     observe,
 )
+from qgraph.passes.one_kernel import waiting
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 
@@ -121,9 +124,11 @@ class QuantizeCache(Pass):
         if not asked:
             return []
         wanted, found = CacheFormat.parse(asked), _attentions(graph.model)
+        _require(found, context.capabilities.oldest)
         sizes = [_sizes(each, wanted) for each in found]
+        if context.calibration is None or waiting(context.findings):
+            return []  # it is said that it can be; what is measured is the model as it will be
         if context.findings.cache is None:
-            assert context.calibration is not None
             before, after = (sum(each) for each in zip(*sizes, strict=True))
             measured = self._measure(graph.model, wanted, context.calibration)
             context.findings.cache = CacheFinding(wanted, *measured, before, after)
@@ -223,6 +228,21 @@ def _check(node: ir.Node) -> None:
     for value in node.outputs[1:3]:
         if not value.is_graph_output() or value.uses():
             _refuse(f"the present {value.name} of {node.name} is no output of the model alone")
+
+
+def _require(found: Sequence[Cached], oldest: Version) -> None:
+    """Refuse what the oldest runtime that has to run the result does not read beside codes."""
+    half = [each for each in found if each.pasts[0].dtype == ir.DataType.FLOAT16]
+    biased = [each for each in found if len(each.node.inputs) > BIAS and each.node.inputs[BIAS]]
+    for those, since, what, other in (
+        (half, STORED_CACHE_HALF, "computes in float16", "a float32 model"),
+        (biased, STORED_CACHE_BIAS, "adds a mask to scores", "a model without padding"),
+    ):
+        if those and oldest < since:
+            _refuse(
+                f"{those[0].name} {what}, where a cache of codes is read right since ONNX Runtime "
+                f"{spell(since)}, and {spell(oldest)} has to run it: a newer one, or {other}"
+            )
 
 
 def _refuse(why: str) -> NoReturn:

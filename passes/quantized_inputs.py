@@ -8,6 +8,7 @@ from collections.abc import Hashable
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.activation_kinds import INT8_ROW, INT8_STATIC, TOP_CODE
 from qgraph.formats.base import Array
 from qgraph.integer_sites import LEAST_STEP, REACH, ZERO_POINT
 from qgraph.rewrite import Rewriter
@@ -15,7 +16,6 @@ from qgraph.sites import Site
 
 AXES_ARE_INPUTS = 18
 """The opset from which ReduceMax reads its axes."""
-_CODES = 255
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,8 +33,8 @@ class InputRange:
 
 def static_grid(low: float, high: float) -> tuple[float, int]:
     """Step and zero point of the bytes that stand for a range with zero in it."""
-    step = np.float32((high - low) / _CODES) or np.float32(1)
-    return float(step), int(np.clip(np.rint(-low / step), 0, _CODES))
+    step = np.float32((high - low) / TOP_CODE) or np.float32(1)
+    return float(step), int(np.clip(np.rint(-low / step), 0, TOP_CODE))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class QuantizedInputs:
         loose nodes.
         """
         placed = x is site.activation
-        span = (known.low, known.high) if kind == "int8-static" else ()
+        span = (known.low, known.high) if kind == INT8_STATIC else ()
         key = (id(x), id(site.scope), kind, known.columns.tobytes(), span)
         if placed and key in self._made:
             return self._made[key]
@@ -113,9 +113,9 @@ class _Chain:
         if len(known.columns):
             columns = self.owner.constant("columns", known.columns)
             outliers = self._add("Gather", [self.x, columns], axis=-1)
-        if kind == "int8-row":
+        if kind == INT8_ROW:
             found = self._by_row(known)
-        elif kind == "int8-static":
+        elif kind == INT8_STATIC:
             found = self._static(known)
         else:
             found = QuantizedInput(self._masked(self.x, known))

@@ -22,7 +22,7 @@ from qgraph.formats.base import Array, parse
 from qgraph.graph import Graph
 from qgraph.passes.rounded import RoundedSource
 from qgraph.sites import Site
-from qgraph.stages import Stage, cut, reads, stage_model, write_through
+from qgraph.stages import Stage, cut, reads, run_stage, write_through
 
 Variant: TypeAlias = Mapping[str, str]
 """Site → the spelled format that its weight is rounded to; all other weights stay as they are."""
@@ -169,12 +169,11 @@ class _Run:
         streams: Sequence[int],
         weights: Mapping[str, Array],
     ) -> None:
-        first = {name: self.get(streams[0], 0, name) for name in names}
-        model = stage_model(self.probe.graph.model, stage, first, weights)
         order = [(stream, at) for stream in streams for at in self.batches]
         feeds = ({name: self.get(*each, name) for name in names} for each in order)
         dead = {value.name for value in stage.dead}
-        for (stream, at), made in zip(order, self.data.run(model, feeds), strict=True):
+        outputs = run_stage(self.probe.graph.model, stage, feeds, weights, self.data.run)
+        for (stream, at), made in zip(order, outputs, strict=True):
             for name, array in made.items():
                 if self._is_end(stage, name):
                     self._compare(stream, at, name, array)

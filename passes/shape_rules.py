@@ -7,6 +7,7 @@ import onnx_ir as ir
 from qgraph.constants import scalar
 from qgraph.passes.dims import Known, Size, Sizes, at_most, broadcast, product
 from qgraph.passes.int_rules import Rule, blank
+from qgraph.sites import QGRAPH_DOMAIN
 
 _SAME = frozenset(
     "Abs BiasGelu Cast CastLike Ceil Clip Cos CumSum DequantizeLinear Dropout Elu Erf Exp FastGelu "
@@ -30,7 +31,7 @@ def shape_of(known: Known, node: ir.Node) -> Sizes | None:
         return _met(known, node)
     if node.op_type in _REDUCE:
         return _reduced(known, node)
-    if node.domain == "qgraph" and node.op_type.startswith("Linear"):
+    if node.domain == QGRAPH_DOMAIN and node.op_type.startswith("Linear"):
         return _rows_of_first(known, node)
     rule = _SHAPES.get(node.op_type)
     return rule(known, node) if rule is not None else None

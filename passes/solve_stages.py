@@ -8,25 +8,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qgraph.capabilities import MATMUL_NBITS
+from qgraph.activation_kinds import INT8_AUTO, INT8_STATIC
+from qgraph.capabilities import MATMUL_NBITS, Query
 from qgraph.formats.base import Array, parse
 from qgraph.graph import Graph
 from qgraph.kernel_choice import best_kernel, spell_kernel
 from qgraph.passes.activation_ranges import STATIC, observed
 from qgraph.passes.base import Context
 from qgraph.passes.input_ranges import outliers
-from qgraph.passes.input_scales import AUTO, OUTPUT, scales
-from qgraph.passes.input_scales import STATIC as ONE_SCALE
-from qgraph.passes.level_check import LARGEST_ERROR, level_error
+from qgraph.passes.input_scales import OUTPUT, scales
+from qgraph.passes.level_check import LevelCost, level_cost
+from qgraph.passes.lower_matmul_nbits import LowerMatMulNBits
 from qgraph.passes.lower_w8a8 import LowerW8A8
 from qgraph.passes.rounded import rounded
 from qgraph.passes.solve_results import Kept, identity_of, keys_of
 from qgraph.passes.solve_weights import Options, Solution, StageSolver, solve_alone
-from qgraph.passes.solved import as_stored
+from qgraph.passes.solved import as_stored, transform_of
 from qgraph.passes.stage_walk import SAMPLED_BATCHES, Stop, Walk
 from qgraph.quant_tensor import QuantSource
 from qgraph.recipe import FLOAT
-from qgraph.report import Step
+from qgraph.report import Outcome, Step
 from qgraph.sites import Site
 from qgraph.stages import write_through
 
@@ -63,6 +64,7 @@ class _Solving:
         self.main = {id(node) for node in graph.model.graph}
         self.kept: Kept | None = None
         self.lowering = context.plan.recipe.configured("lower_w8a8", LowerW8A8)
+        self.fusing = context.plan.recipe.configured(LowerMatMulNBits.name, LowerMatMulNBits)
         self.guesses: dict[int, Tensor | None] = {}
 
     def walk(self, data: Calibration) -> None:
@@ -73,7 +75,7 @@ class _Solving:
         wanted = {site.name for site in self.owners if site.name not in solved}
         self._round_others(self.sites)
         decisions = self.context.plan.everywhere
-        known = (*STATIC, AUTO)
+        known = (*STATIC, INT8_AUTO)
         observing = any(item.activations in known or item.outliers for item in decisions)
         if not wanted and not observing:  # a few tokens are enough to check kernels
             few = slice(SAMPLED_BATCHES)
@@ -144,7 +146,7 @@ class _Solving:
         columns = outliers(stop, plan, sources, self.lowering.threshold)
         findings.outliers.update(columns)
         findings.ranges.update(observed(stop, plan, sources, columns))
-        asked = (AUTO, ONE_SCALE) if self.lowering.observer == OUTPUT else (AUTO,)
+        asked = (INT8_AUTO, INT8_STATIC) if self.lowering.observer == OUTPUT else (INT8_AUTO,)
         chosen = scales(stop, plan, sources, columns, self.lowering.loss, asked)
         findings.scales.update(chosen)
         findings.ranges.update({name: (each.low, each.high) for name, each in chosen.items()})
@@ -153,49 +155,56 @@ class _Solving:
 
     def _check_level(self, site: Site, stop: Stop) -> None:
         """Ban, for this site, the kernels whose int8 activations cost too much on its inputs."""
-        decision, context = self.context.plan[site.name], self.context
-        source = self.stored.source(site)
+        source, context = self.stored.source(site), self.context
         if source is None or site.name in context.findings.banned_at or not len(stop.sample):
             return
+        level = self.fusing.accuracy_level or context.plan.recipe.accuracy_level
+        failed, instead = self._without_level(site, source, stop.sample, level)
+        if not failed:
+            return
+        worst = max(failed.values(), key=lambda each: each.error)
+        outcome: Outcome = "kept"
+        detail = f"int8 activations cost {worst}, and level 4 was asked for"
+        if instead or level != "4":
+            context.findings.banned_at[site.name] = frozenset(failed)
+            other = f"{instead} instead" if instead else "no other kernel has its codes"
+            bound = f"on calibration data (bound {worst.bound:.0%})"
+            outcome, detail = "changed", f"int8 activations would cost {worst} {bound}: {other}"
+        context.findings.level_steps.append(
+            Step("solve", "level check", site.name, outcome, "LEVEL_FAILED_CHECK", detail)
+        )
+
+    def _without_level(
+        self, site: Site, source: QuantSource, sample: Array, level: str
+    ) -> tuple[dict[Query, LevelCost], str]:
+        """Kernels that lose too much on `sample`, `[T, K]`, and what follows them, spelled."""
+        context, recipe = self.context, self.context.plan.recipe
+        decision = context.plan[site.name]
         assert decision.format is not None
-        banned, worst, weight = set(context.banned), 0.0, None
+        failed: dict[Query, LevelCost] = {}
+        weight = None
         while True:
-            recipe = context.plan.recipe
             answer, query = best_kernel(
                 context.capabilities,
                 site,
                 parse(decision.format),
-                recipe.accuracy_level,
-                frozenset(banned),
+                level,
+                context.banned.union(failed),
                 recipe.prefer,
                 recipe.dequantize_at_load,
                 decision.activations or FLOAT,
             )
-            if not answer or query.op != MATMUL_NBITS or query.level != 4:
-                break
+            if not answer:
+                return failed, ""
+            if query.op != MATMUL_NBITS or query.level != 4:
+                return failed, spell_kernel(query)
             if weight is None:
-                weight = source.format.dequantize(source.block(0, min(source.n, 4096)))
-            x = as_stored(stop.sample, source)
-            error = level_error(x, weight, query.block or source.k)
-            if error <= LARGEST_ERROR:
-                break
-            banned.add(query)
-            worst = max(worst, error)
-        mine = frozenset(banned) - context.banned
-        if mine and not answer:
-            detail = f"int8 activations cost {worst:.1%} of the output, and level 4 was asked for"
-            context.findings.level_steps.append(
-                Step("solve", "level check", site.name, "kept", "LEVEL_FAILED_CHECK", detail)
-            )
-        elif mine:
-            context.findings.banned_at[site.name] = mine
-            detail = (
-                f"int8 activations would cost {worst:.1%} of the output on calibration data "
-                f"(bound {LARGEST_ERROR:.0%}): {spell_kernel(query)} instead"
-            )
-            context.findings.level_steps.append(
-                Step("solve", "level check", site.name, "changed", "LEVEL_FAILED_CHECK", detail)
-            )
+                weight = source.format.dequantize(source.block(0, min(source.n, SAMPLED_ROWS)))
+            x = as_stored(sample, source)
+            cost = level_cost(x, weight, query.block or source.k, site.role)
+            if not cost.too_much:
+                return failed, spell_kernel(query)
+            failed[query] = cost
 
     def rest(self) -> None:
         """What the walk did not solve."""
@@ -252,8 +261,7 @@ class Stored(Mapping[str, Array]):
     def __getitem__(self, name: str) -> Array:
         site, source = self._sources[name]
         rows = source.format.dequantize(source.block(0, source.n))
-        transform = getattr(source, "transform", None)
-        return write_through(site, rows if transform is None else transform.undo(rows))
+        return write_through(site, transform_of(source).undo(rows))
 
     def __contains__(self, name: object) -> bool:
         return name in self._sources

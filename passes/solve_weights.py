@@ -94,6 +94,8 @@ class StageSolver:
         """Every site's weight, never worse than rounding on its own loss."""
         if not float(self.moments.hessian.diagonal().sum()) > 0:
             why = "its input is zero on all calibration data"
+            if not self.moments.tokens:
+                why = "no token of the calibration data reaches it"
             return {site.name: solve_alone(site, self.plan[site.name], why) for site in sites}
         found: dict[str, Solution] = {}
         by_spec: dict[str, list[Site]] = {}

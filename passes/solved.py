@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -48,12 +48,21 @@ class Transform:
             stored = plain
         return stored if self.columns is None else stored / self.columns
 
+    @property
+    def of_inputs(self) -> Hashable:
+        """Equal for two that want their inputs changed alike."""
+        parts = (self.columns, self.order)
+        return tuple(None if part is None else part.tobytes() for part in parts)
+
+
+def transform_of(source: QuantSource) -> Transform:
+    """How what a source stores differs from the weight that came in; of most it does not."""
+    return source.transform if isinstance(source, SolvedSource) else Transform()
+
 
 def as_stored(x: Array, source: QuantSource) -> Array:
     """Inputs `[T, K]` of a weight as the weight that is stored for it reads them."""
-    transform: Transform | None = getattr(source, "transform", None)
-    if transform is None:
-        return x
+    transform = transform_of(source)
     if transform.columns is not None:
         x = x / transform.columns
     return x if transform.order is None else x[:, transform.order]

@@ -20,7 +20,7 @@ from qgraph.formats.base import Array
 from qgraph.graph import Graph
 from qgraph.passes.moments import Accumulator, Moments
 from qgraph.sites import Site
-from qgraph.stages import Stage, cut, first_bad, residual_of, stage_model
+from qgraph.stages import Stage, cut, first_bad, residual_of, run_stage
 
 if TYPE_CHECKING:
     import torch
@@ -108,10 +108,9 @@ class Walk:
             return
         names = [value.name or "" for value in stage.inputs]
         count = range(len(self.data.batches))
-        first = {name: stream.get(0, name) for name in names}
-        model = stage_model(self.graph.model, stage, first, weights)
         feeds = ({name: stream.get(at, name) for name in names} for at in count)
-        for at, made in zip(count, self.data.run(model, feeds), strict=True):
+        outputs = run_stage(self.graph.model, stage, feeds, weights, self.data.run)
+        for at, made in zip(count, outputs, strict=True):
             for name, array in made.items():
                 stream.put(at, name, array)
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from qgraph.constants import constant_value, from_bytes
 from qgraph.one_op import X, Y
 from qgraph.scopes import bodies
 from qgraph.timing import Timing, interleave
@@ -90,12 +90,12 @@ def repeated(model: ir.Model, copies: int) -> ir.Model:
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(model.graph.opset_imports), name="copies")
     shared = ir.Value(name=X, shape=x.shape, type=x.type)
     graph.inputs.append(shared)
-    first = _constant("first", ir.tensor(np.array(0, np.int64), name="first"))
+    first = constant_value("first", ir.tensor(np.array(0, np.int64), name="first"))
     graph.initializers.add(first)
     common = {x: shared}
     for value in model.graph.initializers.values():
         if value.const_value is not None and value.const_value.nbytes < _SHARED_BYTES:
-            common[value] = _constant(str(value.name), value.const_value)
+            common[value] = constant_value(str(value.name), value.const_value)
             graph.initializers.add(common[value])
     columns = []
     for at in range(copies):
@@ -116,7 +116,7 @@ def _copy(source: ir.Graph, target: ir.Graph, known: dict[ir.Value, ir.Value], a
     """One copy of the nodes and weights of `source`; its result."""
     for value in source.initializers.values():
         if value not in known and value.const_value is not None:
-            known[value] = _constant(f"{value.name}_{at}", _turned(value.const_value, at))
+            known[value] = constant_value(f"{value.name}_{at}", _turned(value.const_value, at))
             target.initializers.add(known[value])
     for node in source:
         inputs = [None if value is None else known[value] for value in node.inputs]
@@ -132,21 +132,8 @@ def _copy(source: ir.Graph, target: ir.Graph, known: dict[ir.Value, ir.Value], a
 def _turned(tensor: ir.TensorProtocol, by: int) -> ir.TensorProtocol:
     """The elements of a weight in another order: a runtime may store equal constants once."""
     raw = np.frombuffer(tensor.tobytes(), np.uint8)
-    proto = onnx.TensorProto(
-        data_type=tensor.dtype.value,
-        dims=tensor.shape.numpy(),
-        raw_data=np.roll(raw, _STEP * by).tobytes(),
-    )
-    return ir.serde.TensorProtoTensor(proto)
-
-
-def _constant(name: str, tensor: ir.TensorProtocol) -> ir.Value:
-    return ir.Value(
-        name=name,
-        shape=ir.Shape(tensor.shape.numpy()),
-        type=ir.TensorType(tensor.dtype),
-        const_value=tensor,
-    )
+    turned = np.roll(raw, _STEP * by).tobytes()
+    return from_bytes(turned, tensor.dtype, tensor.shape.numpy())
 
 
 def _activation(model: ir.Model, rows: int) -> NDArray[Any]:

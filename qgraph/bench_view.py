@@ -9,20 +9,15 @@ from rich.console import Console
 from qgraph.bench_result import Bench, Row
 from qgraph.comparison_view import bar
 from qgraph.console import print_line, print_table
+from qgraph.decode_result import DecodeBench
+from qgraph.timing import Ratio
 
 _BAR = 24
 
 
 def render(bench: Bench, console: Console) -> None:
     """Print the models as a whole, then each kind of linear."""
-    others = " · ".join(bench.against)
-    print_line(console, f"{bench.model}{f' against {others}' if others else ''}", style="bold")
-    threads = f"{bench.threads} threads" if bench.threads else "threads by default"
-    print_line(
-        console,
-        f"{bench.cpu} · {bench.runtime} · {threads} · {bench.rounds} rounds, sides turn by turn · "
-        "× is the side's time over the model's, with the range over the rounds",
-    )
+    print_sides(console, (bench.model, *bench.against), bench)
     _heading(console, f"whole model, rows = {_AXES[bench.axis]}")
     _table(console, bench.whole, kernels=False)
     for site in bench.sites:
@@ -31,6 +26,19 @@ def render(bench: Bench, console: Console) -> None:
         _table(console, site.rows, kernels=True)
     for note in bench.notes:
         print_line(console, f"note: {note}")
+
+
+def print_sides(console: Console, names: Sequence[str], bench: Bench | DecodeBench) -> None:
+    """Print what was measured beside what, on what, and how; the model itself comes first."""
+    first, *others = names
+    against = f" against {' · '.join(others)}" if others else ""
+    print_line(console, f"{first}{against}", style="bold")
+    threads = f"{bench.threads} threads" if bench.threads else "threads by default"
+    print_line(
+        console,
+        f"{bench.cpu} · {bench.runtime} · {threads} · {bench.rounds} rounds, sides turn by turn · "
+        "× is the side's time over the model's, with the range over the rounds",
+    )
 
 
 _AXES = {
@@ -50,8 +58,7 @@ def _table(console: Console, rows: Sequence[Row], *, kernels: bool) -> None:
     for row in rows:
         slowest = max(side.timing.median for side in row.sides)
         for at, side in enumerate(row.sides):
-            ratio = row.ratio(side)
-            spread = f"{ratio.value:.2f} ({ratio.low:.2f}…{ratio.high:.2f})" if at else ""
+            spread = spell_ratio(row.ratio(side)) if at else ""
             drawn = bar(side.timing.median, slowest, _BAR, fine=console.is_terminal)
             cells.append(
                 [
@@ -73,3 +80,8 @@ def milliseconds(seconds: float) -> str:
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+
+
+def spell_ratio(ratio: Ratio) -> str:
+    """`1.25 (1.20…1.31)`: of the medians, and its range over the rounds."""
+    return f"{ratio.value:.2f} ({ratio.low:.2f}…{ratio.high:.2f})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from qgraph import registry
 from qgraph.alone import time_alone
 from qgraph.bench_result import Bench, Row, Side, SiteBench
-from qgraph.capturing import Source, capture, runnable
+from qgraph.capturing import Source, capture, runnable, title_of
 from qgraph.coverage import LINEAR_ROLES
 from qgraph.errors import InputError
 from qgraph.graph import Graph
@@ -118,16 +117,10 @@ def side_names(sources: Sequence[Source]) -> list[str]:
     """A name for each side: the path as it was given, numbered where it comes twice."""
     found: list[str] = []
     for source in sources:
-        name = os.fspath(source) if isinstance(source, str | os.PathLike) else _title(source)
+        name = title_of(source)
         count = found.count(name) + 1
         found.append(name if count == 1 else f"{name} ({count})")
     return found
-
-
-def _title(source: Any) -> str:
-    if isinstance(source, Graph):
-        return source.source.name if source.source is not None else _title(source.model)
-    return (source.graph.name if isinstance(source, ir.Model) else "") or type(source).__name__
 
 
 class _Measure:

@@ -283,6 +283,6 @@ def unused(checkpoint: Checkpoint, found: Mapping[str, Bound]) -> Iterator[str]:
     yield from (name for name in checkpoint.entries if name not in taken)
 
 
-def some(names: Sequence[str]) -> str:
+def some(names: Sequence[str], shown: int = SHOWN) -> str:
     """The first few names, for a message."""
-    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+    return ", ".join(names[:shown]) + (", …" if len(names) > shown else "")

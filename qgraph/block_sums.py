@@ -9,6 +9,8 @@ minimums (`formats.minimums`).
     sums = ReduceSum <keepdims = 0> (Reshape(whole, [0, …, nb, G]), [-1])
     added = MatMul(sums, Transpose(m))
     y = Add(MatMulNBits(x, codes, scales), Cast(added))
+
+In a float16 model all this may be float32 between casts (`widen_products`): x is what they cast.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import dataclasses
 import onnx_ir as ir
 
 from qgraph.constants import small_ints
+from qgraph.scopes import is_onnx
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,7 +54,7 @@ def block_sums(node: ir.Node) -> BlockSums | None:
         return None
     output = node.outputs[0]
     uses = list(output.uses())
-    if len(uses) != 1 or output.is_graph_output() or not _is(uses[0].node, "Add"):
+    if len(uses) != 1 or output.is_graph_output() or not is_onnx(uses[0].node, "Add"):
         return None
     add = uses[0].node
     other = add.inputs[1 - uses[0].idx]
@@ -96,6 +99,8 @@ def _sums(value: ir.Value | None, node: ir.Node) -> tuple[ir.Node, ...] | None:
     summed = reduce.attributes.get_int("keepdims", 1) == 0 and axes in ([last], [-1])
     if not summed or shape != [0] * (last - 1) + list(_blocks(node)):
         return None
+    wide = _producer(node.inputs[0], "Cast")
+    given = (node.inputs[0], *(wide.inputs[:1] if wide is not None else ()))
     found, value = [reshape, reduce], reshape.inputs[0]
     lacking = -node.attributes.get_int("K", 0) % _blocks(node)[1]
     pad = _producer(value, "Pad") if lacking else None
@@ -104,11 +109,11 @@ def _sums(value: ir.Value | None, node: ir.Node) -> tuple[ir.Node, ...] | None:
         value = pad.inputs[0]
     elif lacking:
         return None
-    cast = _producer(value, "Cast") if value is not node.inputs[0] else None
+    cast = _producer(value, "Cast") if value not in given else None
     if cast is not None and cast.attributes.get_int("to", 0) == ir.DataType.FLOAT:
         found.insert(0, cast)
         value = cast.inputs[0]
-    return tuple(found) if value is node.inputs[0] else None
+    return tuple(found) if value in given else None
 
 
 def _pads(pad: ir.Node) -> list[int] | None:
@@ -121,8 +126,4 @@ def _pads(pad: ir.Node) -> list[int] | None:
 
 def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     producer = value.producer() if value is not None else None
-    return producer if producer is not None and _is(producer, op_type) else None
-
-
-def _is(node: ir.Node, op_type: str) -> bool:
-    return node.op_type == op_type and not node.domain
+    return producer if producer is not None and is_onnx(producer, op_type) else None

@@ -18,7 +18,7 @@ from qgraph.constants import FLOATS
 from qgraph.errors import InputError, NumericError
 from qgraph.feeding import Feeder
 from qgraph.graph import Graph
-from qgraph.held_out import fewer, samples_of, split
+from qgraph.held_out import beginnings, fewer, samples_of, split
 from qgraph.paired import find_logits
 from qgraph.passes.bit_budget import BitBudget, Proposal
 from qgraph.passes.sensitivity import Progress
@@ -78,8 +78,8 @@ class Judge:
     ) -> None:
         self.graph, self.recipe, self.runtime, self.report = graph, recipe, runtime, report
         self.calibration, self.held_out = split(data)
-        self.source = graph.source if graph.source is not None else graph.model
-        feeder = Feeder(runtime, self.source, runtime.inputs(self.source))
+        self.source = graph.origin
+        self.feeder = feeder = Feeder(runtime, self.source, runtime.inputs(self.source))
         self.logits = _logits_of(graph.model) if feeder.tokens is not None else None
         self.cut = feeder.tokens is not None and _is_open(graph.model, feeder.tokens)
         if recipe.max_kl is not None and self.logits is None:
@@ -316,6 +316,8 @@ class Judge:
     def _measure(self, candidate: Path | ir.Model) -> float:
         """The KL divergence, or the mean of the outputs' relative errors, of a model."""
         samples = list(samples_of(self.held_out))
+        if self.recipe.last_logits and self.cut:
+            samples = [each for sample in samples for each in beginnings(sample, self.feeder)]
         found = compare(
             self.source, candidate, samples, samples=len(samples), sites=False,
             target=self.runtime.target,

@@ -1,4 +1,4 @@
-"""Which runtimes have attention that reads a quantized cache, and what a graph says of its own."""
+"""Whether a target's attention reads a quantized cache, and what a graph says of its own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import onnx_ir as ir
 from qgraph.decoder_graph import cache_bits, cache_readers
 from qgraph.errors import InputError
 from qgraph.formats.kv_cache import CacheFormat
-
-TAKES = {"ort-cpu": ("int8", "int4"), "ort-cuda": ("int8", "int4", "fp8")}
-"""By target, what its kernels of GroupQueryAttention read; ONNX Runtime 1.32."""
+from qgraph.traits import targets_with, traits_of
 
 
 def require_cache_kernel(text: str, target: str, *, available: bool) -> None:
@@ -20,16 +18,16 @@ def require_cache_kernel(text: str, target: str, *, available: bool) -> None:
     Raises:
         InputError: it says what can be done instead.
     """
-    wanted = CacheFormat.parse(text)
-    if target not in TAKES:
+    wanted, kinds = CacheFormat.parse(text), traits_of(target).cache_kinds
+    if not kinds:
         raise InputError(
-            f"--kv-cache is for the targets {', '.join(TAKES)}, whose attention reads a quantized "
-            f"cache; the target is {target}"
+            f"--kv-cache is for the targets {targets_with(lambda each: each.cache_kinds)}, whose "
+            f"attention reads a quantized cache; the target is {target}"
         )
-    if wanted.name not in TAKES[target]:
+    if wanted.name not in kinds:
         raise InputError(
             f"--kv-cache {wanted.name}: {target} has no kernel that reads it (ONNX Runtime's are "
-            f"for CUDA); take --kv-cache {' or '.join(TAKES[target])}"
+            f"for CUDA); take --kv-cache {' or '.join(kinds)}"
         )
     if not available:
         raise InputError(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias
 
 from qgraph.ort_versions import NEWEST, Version, kernel_since, opset_since, spell
+from qgraph.traits import Traits
 
 Origin = Literal["installed", "predicted"]
 
@@ -111,6 +112,8 @@ class Answer:
     rule: KernelRule | None
     reason: str | None = None
     detail: str = ""
+    since: Version | None = None
+    """The first release with the kernel, where the oldest that has to run it has none."""
 
     def __bool__(self) -> bool:
         return self.rule is not None
@@ -125,6 +128,8 @@ class Capabilities:
         is not known.
     oldest: the oldest ONNX Runtime that has to run the result: the installed one, or an older one
         that was asked for.
+    simulates_fp8: whether FP8 activations are multiplied as floats; False where nobody knows.
+    traits: what the target is, whatever is installed.
     """
 
     target: str
@@ -134,11 +139,8 @@ class Capabilities:
     folds: bool = False
     known_ops: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)
     oldest: Version = NEWEST
-
-    @property
-    def simulates_fp8(self) -> bool:
-        """Whether FP8 activations are multiplied as floats; of a Q/DQ graph nobody knows."""
-        return self.target != "qdq" and "cpu" in self.provider.lower()
+    simulates_fp8: bool = False
+    traits: Traits = dataclasses.field(default_factory=Traits)
 
     def has_op(self, op: str) -> bool:
         """Whether there is a kernel of `op`; one of ONNX's own has no domain, or `ai.onnx`."""
@@ -189,10 +191,15 @@ class Capabilities:
         left = [rule for rule in rules if _since(rule, query) <= self.oldest]
         if left:
             return left, None
-        first = spell(min(_since(rule, query) for rule in rules))
+        first = min(_since(rule, query) for rule in rules)
         op, level = query.op.partition("::")[2], f", level {query.level}" * ("NBits" in query.op)
-        detail = f"{op} of {query.bits} bits{level} came with ONNX Runtime {first}"
-        return [], Answer(None, NEWER, f"{detail}, and {spell(self.oldest)} has to run it")
+        detail = came_later(f"{op} of {query.bits} bits{level}", first, self.oldest)
+        return [], Answer(None, NEWER, detail, first)
+
+
+def came_later(what: str, since: Version, oldest: Version) -> str:
+    """What is said of something newer than the oldest release that has to run a graph."""
+    return f"{what} came with ONNX Runtime {spell(since)}, and {spell(oldest)} has to run it"
 
 
 def _since(rule: KernelRule, query: Query) -> Version:

@@ -1,8 +1,7 @@
-"""Bringing a model into canonical form, and reading what `optimize` wrote into it."""
+"""Bringing a model into canonical form."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,8 @@ import onnx_ir as ir
 from qgraph._version import __version__
 from qgraph.errors import InputError
 from qgraph.graph import Graph
+from qgraph.model_metadata import write_metadata
 from qgraph.report import SCHEMA
-from qgraph.saved_file import METADATA_KEY
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,6 +32,7 @@ def capture(
     dynamic_shapes: Any = None,
     *,
     trust: bool = False,
+    opset: int | None = None,
 ) -> Graph:
     """Bring a model into canonical form; its weights stay where they are.
 
@@ -46,6 +46,8 @@ def capture(
         dynamic_shapes: which axes of a module's inputs stay open, as torch.export takes it;
             also {axis: name}. None: the examples' sizes are fixed.
         trust: load a `.pt2` that holds pickles or custom objects: they can run any code.
+        opset: the newest ONNX opset that torch may write, 18 and later; None: 23. What is an
+            ONNX graph already keeps its own.
 
     Raises:
         InputError: no readable model, data files missing or outside the model's folder, a
@@ -59,14 +61,14 @@ def capture(
         _no_example(args, kwargs, dynamic_shapes)
         return _canonical(source.clone())
     if _is_torch(source):
-        return _from_torch(source, args, kwargs, dynamic_shapes)
+        return _from_torch(source, args, kwargs, dynamic_shapes, opset)
     _no_example(args, kwargs, dynamic_shapes)
     if not isinstance(source, str | os.PathLike):
         raise InputError(
             f"a model was wanted, found a {type(source).__name__}: give a path, a Graph, an "
             "ir.Model, a torch.nn.Module or an ExportedProgram"
         )
-    return _from_path(Path(os.path.abspath(os.fspath(source))), trust)
+    return _from_path(Path(os.path.abspath(os.fspath(source))), trust, opset)
 
 
 def runnable(source: Source) -> Path | ir.Model:
@@ -87,7 +89,17 @@ def runnable(source: Source) -> Path | ir.Model:
     return source if isinstance(source, ir.Model) else capture(source).model
 
 
-def _from_path(path: Path, trust: bool) -> Graph:
+def title_of(source: Source) -> str:
+    """What a model is called: its path as it was given, its file's name, or its own."""
+    if isinstance(source, str | os.PathLike):
+        return os.fspath(source)
+    if isinstance(source, Graph):
+        return source.title
+    name = source.graph.name if isinstance(source, ir.Model) else None
+    return name or type(source).__name__
+
+
+def _from_path(path: Path, trust: bool, opset: int | None) -> Graph:
     from qgraph.frontends import torch_files
 
     kind = torch_files.kind_of(path)
@@ -95,7 +107,7 @@ def _from_path(path: Path, trust: bool) -> Graph:
         from qgraph.onnx_file import load
 
         return _canonical(load(path), path)
-    loaded = torch_files.load(path, kind, trust)
+    loaded = torch_files.load(path, kind, trust, opset)
     return _with_names(_canonical(loaded.model, notes=loaded.notes, inputs=loaded.files))
 
 
@@ -104,6 +116,7 @@ def _from_torch(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any,
+    opset: int | None,
 ) -> Graph:
     from qgraph.frontends.torch_export import load
 
@@ -120,7 +133,7 @@ def _from_torch(
             f"args is a {type(args).__name__}: wanted a tuple of the module's inputs, "
             "(x,) for a single one"
         )
-    return from_loaded(load(source, args or (), kwargs, dynamic_shapes))
+    return from_loaded(load(source, args or (), kwargs, dynamic_shapes, opset=opset))
 
 
 def from_loaded(loaded: Loaded) -> Graph:
@@ -156,13 +169,7 @@ def _canonical(
     from qgraph.frontends.canonical import canonicalize
     from qgraph.trusted import trusted
 
-    try:
-        found = canonicalize(model, trusted)
-    except (IndexError, TypeError, AssertionError, KeyError, AttributeError) as error:
-        raise InputError(
-            f"the graph is malformed ({type(error).__name__}: {error}): check it with "
-            "onnx.checker, and export it again"
-        ) from error
+    found = canonicalize(model, trusted)
     overridden = frozenset(note.name for note in found if note.code == "OVERRIDABLE_INPUT")
     words = [*notes, *(note.message for note in found)]
     graph = Graph(model, path, words, overridden, inputs)
@@ -174,17 +181,7 @@ def _with_names(graph: Graph) -> Graph:
     """`graph`, whose sites' module paths and weights' other names are saved with it."""
     from qgraph.frontends.naming import keep_names
 
-    made = {"schema": SCHEMA, "version": __version__}
-    graph.model.metadata_props[METADATA_KEY] = json.dumps(made, separators=(",", ":"))
+    write_metadata(graph.model, {"schema": SCHEMA, "version": __version__})
     for site in graph.sites():
         keep_names(site.node, site.weight.root if site.weight is not None else None)
     return graph
-
-
-def read_metadata(model: ir.Model) -> dict[str, Any]:
-    """What `optimize` wrote into a model; empty where it did not, or where it is damaged."""
-    try:
-        found = json.loads(model.metadata_props.get(METADATA_KEY, "{}"))
-    except (json.JSONDecodeError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) and found.get("schema") == SCHEMA else {}

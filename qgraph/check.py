@@ -34,6 +34,7 @@ from qgraph.integer_sites import integer_product
 from qgraph.lost_weights import LOST, Coarse, raised
 from qgraph.progress import Progress, Silent
 from qgraph.quant_tensor import QuantTensor
+from qgraph.site import QGRAPH_DOMAIN
 from qgraph.stored_weight import StoredWeight, WrittenData, stored_weight
 
 THREADS = 2
@@ -216,7 +217,7 @@ def _probes(model: ir.Model, data: WrittenData) -> Iterator[Probe]:
 
 def reading_op(node: ir.Node) -> ReadingOp | None:
     """How a node reads a quantized weight; None where it is no op that does."""
-    if node.domain == "qgraph":
+    if node.domain == QGRAPH_DOMAIN:
         return next((op for name, op in _OWN_OPS.items() if node.op_type.startswith(name)), None)
     return _OPS.get(f"{node.domain or 'ai.onnx'}::{node.op_type}")
 

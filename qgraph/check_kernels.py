@@ -20,7 +20,7 @@ from qgraph.capabilities import MATMUL_NBITS
 from qgraph.errors import QGraphError
 from qgraph.formats.base import Array
 from qgraph.formats.grouping import count_groups, read_scales
-from qgraph.formats.output_bound import LEVEL_4_ZEROS, zeros_bound
+from qgraph.formats.output_bound import INT8_HALF_STEP, LEVEL_4_ZEROS, zeros_bound
 from qgraph.probe import KernelKey as KernelKey
 from qgraph.probe import Kind as Kind
 from qgraph.probe import Probe as Probe
@@ -41,8 +41,6 @@ _RANGE = {"float16": 3e4, "float32": 1e36, "bfloat16": 1e36}
 holds, and less of the others: a kernel's sums, zero points in them, are larger than its result."""
 _TOP = {"float16": 65504.0}
 """The largest number, where weights come near it."""
-_INT8_STEP = 1 / 254
-"""Half a step of activations rounded to −127…127, relative to the block's amax."""
 _SLACK = {"float32": 1e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Rounding of a product, relative to Σ|ŵ||x|."""
 _ROUNDING = {"float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -174,7 +172,7 @@ def _product_bound(key: KernelKey, x: Array, addends: Sequence[Array], bias: Arr
         starts = np.arange(0, key.k, key.block or key.k)
         amax = np.maximum.reduceat(x, starts, axis=1)
         sums = np.add.reduceat(addends[0], starts, axis=1, dtype=np.float64)
-        bound += amax @ sums.T * _INT8_STEP
+        bound += amax @ sums.T * INT8_HALF_STEP
     return bound
 
 

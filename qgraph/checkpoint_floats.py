@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.binding import end_alike
+from qgraph.binding import end_alike, some
 from qgraph.constants import FLOATS, open_array
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
@@ -48,17 +48,17 @@ class Taken:
         if self.replaced:
             found.append(
                 f"{len(self.replaced)} float constants have the checkpoint's values in place of "
-                f"the graph's: {_some(self.replaced, shown)}"
+                f"the graph's: {some(self.replaced, shown)}"
             )
         if self.missing:
             found.append(
                 f"{len(self.missing)} float constants are not in the checkpoint and stay as the "
-                f"graph has them: {_some(self.missing, shown)}"
+                f"graph has them: {some(self.missing, shown)}"
             )
         if self.unused:
             found.append(
                 f"{len(self.unused)} float tensors of the checkpoint are not in the graph, which "
-                f"computes without them or with the graph's own: {_some(self.unused, shown)}"
+                f"computes without them or with the graph's own: {some(self.unused, shown)}"
             )
         return [*found, *self.suggestions(shown)]
 
@@ -68,7 +68,7 @@ class Taken:
             return []
         return [
             f"{len(self.suggested)} float constants have no tensor of their name, and one was "
-            f"found by the end of its name: {_some(self.suggested, shown)}"
+            f"found by the end of its name: {some(self.suggested, shown)}"
         ]
 
 
@@ -109,10 +109,6 @@ class SomeRows:
     def rows(self, start: int, stop: int) -> Array:
         """Rows `start:stop` of these."""
         return self.whole.rows(self.first + start, self.first + stop)
-
-
-def _some(names: list[str], shown: int) -> str:
-    return ", ".join(names[:shown]) + (", …" if len(names) > shown else "")
 
 
 def take_floats(

@@ -56,16 +56,18 @@ def _measured_on(comparison: Comparison) -> str:
 
 
 def _divergence(found: Divergence, console: Console) -> None:
-    change = found.candidate_perplexity / found.reference_perplexity - 1
-    perplexity = f"{found.reference_perplexity:.4f} → {found.candidate_perplexity:.4f}"
     rows = [
         ["KL divergence, mean", _nats(found.mean), "nats a token"],
         ["  median", _nats(found.median), ""],
         ["  99th percentile", _nats(found.p99), ""],
         ["  maximum", _nats(found.maximum), ""],
         ["top-1 agreement", f"{100 * found.top1:.2f} %", ""],
-        ["perplexity", perplexity, f"{100 * change:+.2f} %, {found.predictions:,} predictions"],
     ]
+    if found.predictions:
+        change = found.candidate_perplexity / found.reference_perplexity - 1
+        perplexity = f"{found.reference_perplexity:.4f} → {found.candidate_perplexity:.4f}"
+        more = f"{100 * change:+.2f} %, {found.predictions:,} predictions"
+        rows.append(["perplexity", perplexity, more])
     print_table(console, ["", "value", ""], rows, "lrl")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import unicodedata
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -76,6 +77,12 @@ def print_line(console: Console, text: str, style: str = "") -> None:
     """Print one line as it is: no markup, no highlighting, no wrapping in pipes."""
     shown = Text(escape(text), style=style)
     console.print(shown, soft_wrap=not console.is_terminal, highlight=False)
+
+
+def print_written(console: Console, files: Iterable[Path]) -> None:
+    """Print the path and the size of each file that a command wrote."""
+    for path in files:
+        print_line(console, f"wrote {path} ({megabytes(path.stat().st_size)})")
 
 
 def print_table(

@@ -1,13 +1,14 @@
-"""Reading constants: mapped for the time of one read, never kept."""
+"""Constants: read mapped for the time of one read, never kept; and made."""
 
 from __future__ import annotations
 
 import mmap
-import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from qgraph.formats.base import Array
@@ -100,9 +101,19 @@ def scalar(value: ir.Value | None) -> float | None:
     return float(item)
 
 
-def same_file(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> bool:
-    """Whether two paths name one file, links followed; False where either is missing."""
-    try:
-        return os.path.samefile(first, second)
-    except OSError:
-        return False
+def from_bytes(
+    data: bytes, dtype: ir.DataType, dims: Sequence[int], name: str = ""
+) -> ir.TensorProtocol:
+    """A tensor of any type and the shape `dims` that holds `data`, as it is stored."""
+    proto = onnx.TensorProto(name=name, data_type=dtype.value, dims=dims, raw_data=data)
+    return ir.serde.TensorProtoTensor(proto)
+
+
+def constant_value(name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    """A value that holds a tensor, with its shape and type: an initializer, once a graph has it."""
+    return ir.Value(
+        name=name,
+        shape=ir.Shape(tensor.shape.numpy()),
+        type=ir.TensorType(tensor.dtype),
+        const_value=tensor,
+    )

@@ -22,7 +22,7 @@ from qgraph.decode_result import DecodeBench, DecodeSide, Memory
 from qgraph.decoders import open_decoder
 from qgraph.errors import InputError
 from qgraph.language_model import ANY
-from qgraph.machine import cpu_name
+from qgraph.machine import STATUS, cpu_name, peak_rss
 from qgraph.progress import Progress, Silent
 from qgraph.timing import Timing
 
@@ -135,7 +135,7 @@ def _memory(
     source: object, prompt_tokens: int, new_tokens: int, target: str, threads: int
 ) -> Memory | None:
     """The peaks of a process that does the same once; None where they cannot be had."""
-    if not isinstance(source, Path) or not _STATUS.is_file():
+    if not isinstance(source, Path) or not STATUS.is_file():
         return None
     numbers = map(str, (prompt_tokens, new_tokens, threads))
     command = [sys.executable, "-m", "qgraph.decode_bench", os.path.abspath(source), target]
@@ -143,29 +143,19 @@ def _memory(
     return Memory(**json.loads(done.stdout)) if done.returncode == 0 else None
 
 
-_STATUS = Path("/proc/self/status")
-
-
-def _peak() -> float:
-    """MB; VmHWM, which starts anew with a process."""
-    lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
-    line = next(line for line in lines if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024 / 1e6
-
-
 def _main(model: str, target: str, prompt: str, new: str, threads: str) -> None:
-    """Load, read a prompt, decode; print the peaks as JSON."""
+    """Load, read a prompt, decode; print the peaks, in MB, as JSON."""
     runtime: Runtime = registry.load("target", target)
     opened = open_decoder(runtime, Path(model), int(threads))
-    peaks = [_peak()]
+    peaks = [peak_rss()]
     ids = np.random.default_rng(0).integers(0, opened.vocabulary or ANY, (1, int(prompt)))
     token = opened.decoder.start(ids, room=int(new)).argmax(-1)
-    peaks.append(_peak())
+    peaks.append(peak_rss())
     for _ in range(int(new)):
         token = opened.decoder.step(token).argmax(-1)
-    peaks.append(_peak())
+    peaks.append(peak_rss())
     names = [field.name for field in dataclasses.fields(Memory)]
-    sys.stdout.write(json.dumps(dict(zip(names, peaks, strict=True))))
+    sys.stdout.write(json.dumps({name: n / 1e6 for name, n in zip(names, peaks, strict=True)}))
 
 
 if __name__ == "__main__":

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from qgraph.bench_view import milliseconds
+from qgraph.bench_view import milliseconds, print_sides, spell_ratio
 from qgraph.console import print_line, print_table
 from qgraph.decode_result import DecodeBench, DecodeSide
-from qgraph.timing import Ratio
 
 
 def render(bench: DecodeBench, console: Console) -> None:
     """Print a table of all sides."""
-    others = " · ".join(side.name for side in bench.sides[1:])
-    against = f" against {others}" if others else ""
-    print_line(console, f"{bench.sides[0].name}{against}", style="bold")
-    threads = f"{bench.threads} threads" if bench.threads else "threads by default"
-    print_line(
-        console,
-        f"{bench.cpu} · {bench.runtime} · {threads} · {bench.rounds} rounds, sides turn by turn · "
-        "× is the side's time over the model's, with the range over the rounds",
-    )
+    print_sides(console, [side.name for side in bench.sides], bench)
     print_line(
         console,
         f"a prompt of {bench.prompt_tokens} tokens, then {bench.new_tokens} tokens one by one",
@@ -39,14 +30,10 @@ def _row(bench: DecodeBench, side: DecodeSide) -> list[str]:
     return [
         side.name,
         f"{bench.prompt_tokens / side.prompt.median:.1f}",
-        "" if itself else _ratio(side.prompt.over(first.prompt)),
+        "" if itself else spell_ratio(side.prompt.over(first.prompt)),
         milliseconds(side.prompt.median),
         f"{1 / side.step.median:.1f}",
-        "" if itself else _ratio(side.step.over(first.step)),
+        "" if itself else spell_ratio(side.step.over(first.step)),
         "" if side.memory is None else f"{side.memory.end:.0f}",
         kind if side.cached else "none: the text is read anew",
     ]
-
-
-def _ratio(ratio: Ratio) -> str:
-    return f"{ratio.value:.2f} ({ratio.low:.2f}…{ratio.high:.2f})"

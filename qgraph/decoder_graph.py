@@ -1,10 +1,9 @@
-"""What a decoder's graph says of how it may be run, and the logits of the last token alone."""
+"""What a decoder's graph says of how it may be run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import onnx_ir as ir
 
 from qgraph.language_model import table_rows
@@ -15,8 +14,6 @@ CACHE_BITS = "kv_cache_bit_width"
 """Its attribute that says how many bits a code of a quantized cache has."""
 _PAST, _PRESENT = slice(3, 5), slice(1, 3)
 _COSINES = 7
-_LINEARS = {"MatMul": 2, "Gemm": 2, "MatMulNBits": 3, "MatMulBnb4": 3, "MatMulBlockQuantizedFp": 3}
-_ELEMENTWISE = ("Cast", "Identity", "Mul", "Div", "Add", "Tanh")
 
 
 def names_cache(name: str | None, rank: int) -> bool:
@@ -96,13 +93,13 @@ def head_size(attention: ir.Node) -> int | None:
     """Of its query's width, which is all heads' in a packed one."""
     query, key = attention.inputs[:2]
     heads, pairs = (_integer(attention, name) for name in ("num_heads", "kv_num_heads"))
-    width = None if query is None else _width(query)
-    if width is None or heads is None or pairs is None:
+    size = None if query is None else width(query)
+    if size is None or heads is None or pairs is None:
         return None
-    return width // (heads if key is not None else heads + 2 * pairs)
+    return size // (heads if key is not None else heads + 2 * pairs)
 
 
-def _width(value: ir.Value) -> int | None:
+def width(value: ir.Value) -> int | None:
     """The size of the last axis, which a linear without inferred shapes has from its weight."""
     if value.shape is not None:
         return value.shape[-1] if isinstance(value.shape[-1], int) else None
@@ -148,58 +145,3 @@ def most_positions(model: ir.Model, positions: str | None) -> int | None:
         rows = table_rows(model, positions)
         found += [rows] if rows is not None else []
     return min(found, default=None)
-
-
-def last_logits(model: ir.Model, logits: str) -> bool:
-    """Change a decoder's graph so that its head is given the last token of each row alone.
-
-    A prompt's other logits are a large matrix that nothing reads. Whether the graph has a head
-    that this can be done to: a linear on an activation `[B, T, K]`, behind it element-wise ops
-    with constants.
-    """
-    output = next(value for value in model.graph.outputs if value.name == logits)
-    node = output.producer()
-    chain = [output]
-    while node is not None and node.op_type in _ELEMENTWISE:
-        varying = [v for v in node.inputs if v is not None and v.const_value is None]
-        if len(varying) != 1 or _is_read_elsewhere(varying[0], node):
-            return False
-        chain.append(varying[0])
-        node = varying[0].producer()
-    if node is None or node.op_type not in _LINEARS or node.graph is not model.graph:
-        return False
-    x = node.inputs[0]
-    others = node.inputs[1 : _LINEARS[node.op_type]]
-    # A linear's output has the rank of its input, which need not have a shape of its own.
-    shape = None if x is None else (x.shape or chain[-1].shape)
-    if x is None or shape is None or len(shape) != 3 or not all(map(_constant, others)):
-        return False
-    last = ir.Value(name=f"{node.name}/last", const_value=ir.tensor(np.array([-1])))
-    last.type, last.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([1])
-    model.graph.register_initializer(last)
-    gather = ir.Node("", "Gather", [x, last], {"axis": ir.AttrInt64("axis", 1)})
-    gather.name = f"{node.name}/last_token"
-    taken = gather.outputs[0]
-    taken.name, taken.type = f"{node.name}/last_token_output", x.type
-    if x.shape is not None:
-        taken.shape = ir.Shape([x.shape[0], 1, x.shape[2]])
-    model.graph.insert_before(node, gather)
-    node.replace_input_with(0, taken)
-    for value in chain:
-        if value.shape is not None and len(value.shape) == 3:
-            value.shape = ir.Shape([value.shape[0], 1, value.shape[2]])
-    return True
-
-
-def _is_read_elsewhere(value: ir.Value, reader: ir.Node) -> bool:
-    return value.is_graph_output() or any(node is not reader for node, _ in value.uses())
-
-
-def _constant(value: ir.Value | None) -> bool:
-    """Whether a weight is one; a head that is the table turned around has one, too."""
-    while value is not None and value.const_value is None:
-        node = value.producer()
-        if node is None or node.op_type not in ("Transpose", "Identity", "Cast"):
-            return False
-        value = node.inputs[0]
-    return value is not None

@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qgraph.beside import open_graph
-from qgraph.decoder_graph import head_sizes, last_logits, most_positions, shares_cache
+from qgraph.beside import data_lies_elsewhere, open_graph
+from qgraph.decoder_graph import head_sizes, most_positions, shares_cache
+from qgraph.decoder_head import last_logits
 from qgraph.language_model import table_rows
 from qgraph.runtimes.decoding import Decoder, decoder_io
 from qgraph.runtimes.ort_session import value_spec
@@ -56,7 +57,11 @@ def open_decoder(
     sizes = [size for size in (io.vocabulary, table) if size is not None]
     positions = most_positions(graph, io.positions.name if io.positions is not None else None)
     shared = shares_cache(graph, [p.past.name for p in io.cache], [p.present for p in io.cache])
-    beside = not isinstance(source, Path) or os.access(source.absolute().parent, os.W_OK)
+    beside = (
+        not isinstance(source, Path)
+        or os.access(source.absolute().parent, os.W_OK)
+        or data_lies_elsewhere(source, graph)
+    )
     if beside and last_logits(graph, io.logits):
         session = open_graph(runtime, graph, source, spinning=True, threads=threads)
     else:

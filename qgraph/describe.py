@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir as ir
 
 from qgraph.cache_kernels import cache_notes
 from qgraph.capabilities import Capabilities
+from qgraph.decoder_head import logits_notes
 from qgraph.errors import InputError
 from qgraph.explanation import Explanation, SiteRow
 from qgraph.formats.base import parse
@@ -28,6 +29,7 @@ from qgraph.kernel_choice import (
     spell_kernel,
     spell_many,
 )
+from qgraph.model_metadata import site_entries
 from qgraph.packed_sources import packed_source
 from qgraph.plan import Decision
 from qgraph.planning import make_plan
@@ -37,9 +39,6 @@ from qgraph.runtime_needs import needs_for
 from qgraph.scopes import nodes
 from qgraph.sites import Site
 
-if TYPE_CHECKING:
-    pass
-
 
 def describe(graph: Graph, capabilities: Capabilities, metadata: Mapping[str, Any]) -> Explanation:
     """Every site of `graph` as it is now, with what `optimize` noted when it made the file.
@@ -47,14 +46,16 @@ def describe(graph: Graph, capabilities: Capabilities, metadata: Mapping[str, An
     Sites that were never optimized get the reason that the default plan has for them.
     """
     sites = graph.sites()
-    noted = metadata.get("sites", {})
+    noted = site_entries(metadata)
     plan = make_plan(sites, Recipe(), capabilities)
     rows = []
     for site in sites:
         decision = plan.of(site.name)
         assert decision is not None
-        note = noted.get(site.name, {}) if isinstance(noted, dict) else {}
-        rows.append(_row(site, decision, _trusted(note), capabilities))
+        note = noted.get(site.name, {})
+        row = _row(site, decision, _trusted(note), capabilities)
+        rows.append(_holding(row, note.get("holds"), noted))
+    foreign = [site for site in sites if site.name not in noted]
     sites = [each for site in sites for each in (site, *site.copies)]
     mine = {id(site.node) for site in sites}
     mine |= {id(node) for site in sites if site.sums for node in site.sums.added}
@@ -71,15 +72,50 @@ def describe(graph: Graph, capabilities: Capabilities, metadata: Mapping[str, An
         sites=tuple(rows),
         others=dict(others),
         fusions=from_metadata(metadata),
-        notes=(*graph.notes, *cache_notes(graph.model)),
+        notes=(
+            *graph.notes,
+            *cache_notes(graph.model),
+            *logits_notes(graph.model),
+            *_level_notes(foreign, capabilities),
+        ),
         needs=needs_for(capabilities.target, graph.model),
     )
 
 
-def _trusted(note: Any) -> dict[str, Any]:
+def _level_notes(foreign: list[Site], capabilities: Capabilities) -> list[str]:
+    """What quantizers leave out of their files: no accuracy level is level 0.
+
+    foreign: sites that `optimize` said nothing of.
+    """
+    queries = {
+        site.name: query_of(site)
+        for site in foreign
+        if site.state == "fused" and site.op == "MatMulNBits"
+    }
+    late = [
+        name
+        for name, query in queries.items()
+        if not query.level and capabilities.ask(dataclasses.replace(query, level=4))
+    ]
+    if not late:
+        return []
+    return [
+        f"{len(late)} × MatMulNBits without int8 compute (accuracy_level is 0, or not there), as "
+        f"{late[0]}: with level 4, which this target has, one row takes half the time or less; "
+        "set the attribute, or optimize the float model with qgraph, which checks what it costs"
+    ]
+
+
+def _holding(row: SiteRow, held: object, noted: Mapping[str, Mapping[str, Any]]) -> SiteRow:
+    """`row`, known by the names of the sites that became it too, which users may have written."""
+    names = [each for each in held if isinstance(each, str)] if isinstance(held, list) else []
+    entries = [_trusted(noted.get(name, {})) for name in names]
+    more = [entry.get(key) for entry in entries for key in ("weight", "module")]
+    return dataclasses.replace(row, holds=tuple(names), aliases=(*names, *filter(None, more)))
+
+
+def _trusted(note: Mapping[str, Any]) -> dict[str, Any]:
     """What of a site's metadata has the type that it should have: files can say anything."""
-    if not isinstance(note, dict):
-        return {}
     found = {key: value for key, value in note.items() if isinstance(value, str)}
     found |= {key: note[key] for key in ("n", "k", "error") if type(note.get(key)) in (int, float)}
     if any(not isinstance(found.get(key, 0), int) for key in ("n", "k")):
@@ -151,7 +187,7 @@ def _noted(row: SiteRow, note: Mapping[str, Any]) -> SiteRow:
 
 
 def _fused(row: SiteRow, site: Site, capabilities: Capabilities) -> SiteRow:
-    query = query_of(site)
+    query = dataclasses.replace(query_of(site), allow_slow=True)  # slow or not, it is there
     answer = capabilities.ask(query)
     if not answer and query.level:  # a level is a permission: who has none computes with floats
         floats = dataclasses.replace(query, level=0)

@@ -48,3 +48,8 @@ class NumericError(QGraphError):
     """A kernel's result, or a model's quality, is outside its bound."""
 
     exit_status = 4
+
+
+def one_line(error: BaseException, longest: int = 300) -> str:
+    """What an error of another library says, on one line, cut to `longest` characters."""
+    return " ".join(str(error).split())[:longest]

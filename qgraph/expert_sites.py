@@ -21,10 +21,17 @@ import onnx_ir as ir
 
 from qgraph.constants import FLOATS, open_array
 from qgraph.formats.base import Array
+from qgraph.scopes import is_onnx
 from qgraph.site import Role, Site, Weight
 from qgraph.view import Chain, NotAView, View, trace
 from qgraph.weight_origin import static_dims
 
+GATHERED = (
+    "each token gathers the weights of its experts while those are floats, so that memory grows "
+    "with the number of tokens times that of the experts that each is given; quantized, one expert "
+    "is read at a time"
+)
+"""What to know of a graph whose experts are batched products of gathered floats."""
 _AS_IT_IS, _TURNED = (0, 1, 2), (0, 2, 1)
 
 
@@ -200,9 +207,9 @@ def role_of_rows(indices: ir.Value | None) -> Role:
 def rows_of_one(indices: ir.Value | None) -> int:
     """N, where a gather of rows takes those of one expert; else 0."""
     made = indices.producer() if indices is not None else None
-    while made is not None and made.op_type == "Reshape" and made.inputs[0] is not None:
+    while made is not None and is_onnx(made, "Reshape") and made.inputs[0] is not None:
         made = made.inputs[0].producer()
-    n = max(map(_counted, made.inputs)) if made is not None and made.op_type == "Add" else 0
+    n = max(map(_counted, made.inputs)) if made is not None and is_onnx(made, "Add") else 0
     for op_type in ("Mul", "Gather", "Unique"):
         inputs = made.inputs if made is not None else ()
         found = [value.producer() for value in inputs if value is not None]

@@ -41,6 +41,7 @@ class SiteRow:
     by_rows: which code of that kernel runs at which number of rows M of the activation.
     many_kernel: of a second weight, for `from_rows` rows and more.
     error: relative weight error ‖W − Ŵ‖/‖W‖ (Frobenius). bytes: as floats, and as stored.
+    holds: the sites whose rows it holds, where several became one; aliases: all of their names.
     """
 
     name: str
@@ -71,11 +72,13 @@ class SiteRow:
     by_rows: str = ""
     many_kernel: str | None = None
     from_rows: int = 0
+    holds: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names by which users know the site: node, weight, and the module it came from."""
-        return tuple(name for name in (self.name, self.weight, self.module) if name)
+        """The names by which users know the site: node, weight, module; those it had before."""
+        return (*filter(None, (self.name, self.weight, self.module)), *self.aliases)
 
     @property
     def quantized(self) -> bool:
@@ -240,7 +243,10 @@ class Explanation:
     @property
     def summary(self) -> str:
         """The coverage in one line."""
-        return self.coverage.line("would quantize" if self.source == "plan" else "quantized")
+        line = self.coverage.line("would quantize" if self.source == "plan" else "quantized")
+        merged = [row.holds for row in self.sites if row.holds]
+        many = sum(map(len, merged))
+        return f"{line} · {many} linears of the model are {len(merged)} here" if many else line
 
     def to_json(self) -> dict[str, Any]:
         """The versioned form: `"schema": 1`, additions only."""

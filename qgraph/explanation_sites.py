@@ -150,6 +150,7 @@ def render_sites(explanation: Explanation, sites: Iterable[SiteRow], console: Co
 
 def _details(explanation: Explanation, row: SiteRow) -> Iterable[tuple[str, str]]:
     reason = REASONS.get(row.reason or "")
+    yield "holds", ", ".join(row.holds)
     yield "module", row.module
     yield "weight", f"{row.weight} [{row.n}, {row.k}] ({row.role})"
     yield "was", row.op

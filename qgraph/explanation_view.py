@@ -161,9 +161,15 @@ def _reason(console: Console, code: str, rows: Sequence[SiteRow]) -> None:
         print_line(console, f"{len(rows)} × not quantized; `qgraph optimize` quantizes a model")
     else:
         print_line(console, f"{len(rows)} × {code}: {reason.meaning}", style="bold")
-        if reason.hint != "nothing to do":
-            print_line(console, f"    way out: {reason.hint}")
+        print_hint(console, code)
     print_names(console, [(row.name, row.detail if reason else "") for row in rows])
+
+
+def print_hint(console: Console, code: str) -> None:
+    """Print the way out of a reason, where there is anything to do."""
+    hint = REASONS[code].hint
+    if hint != "nothing to do":
+        print_line(console, f"    way out: {hint}")
 
 
 def print_names(console: Console, sites: Iterable[tuple[str, str]]) -> None:

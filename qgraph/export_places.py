@@ -8,11 +8,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from qgraph.capturing import read_metadata
 from qgraph.constants import open_array
 from qgraph.errors import InputError
 from qgraph.exported_weights import Place
 from qgraph.graph import Graph
+from qgraph.model_metadata import read_metadata, site_entries
 from qgraph.passes.packed_linear import bias_of_site
 from qgraph.sites import Site
 
@@ -26,12 +26,10 @@ def places_of(graph: Graph, options: Mapping[str, Any]) -> dict[str, list[Place]
             f"the model is quantized already, so {word} has nothing to say: leave it out, or "
             "export the float model"
         )
-    known = read_metadata(graph.model).get("sites")
-    known = known if isinstance(known, dict) else {}  # whatever others made of it
+    known = site_entries(read_metadata(graph.model))
     found = {}
     for site in graph.sites():
-        item = known.get(site.name)
-        item = item if isinstance(item, dict) else {}
+        item = known.get(site.name, {})
         if held := item.get("holds"):
             found[site.name] = _apart(site, held, known)
             continue

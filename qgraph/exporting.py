@@ -91,7 +91,7 @@ def export_checkpoint(
             f"export has no option {unknown[0]!r}{registry.did_you_mean(unknown[0], _OPTIONS)}"
         )
     out = Path(output)
-    require_new(out, in_folder=layout == "gguf")
+    require_new(out, in_folder=writer.one_file)
     said.stage("capture")
     graph = capture(model)
     folder = _beside(writer, model, like)
@@ -123,7 +123,7 @@ def _beside(
     """The Hugging Face folder of the float model, or its GGUF file, if there is one."""
     if like is not None:
         folder = Path(like)
-        if writer.name == "gguf" and folder.is_file():
+        if writer.one_file and folder.is_file():
             return folder
         if not (folder / "config.json").is_file():
             raise InputError(f"{folder} has no config.json: wanted the float model's folder")

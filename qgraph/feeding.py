@@ -52,7 +52,8 @@ class Feeder:
         found: Arrays = {}
         for name, spec in self._inputs.items():
             given = self._given_as(sample, name)
-            if given is not None:
+            # A past of no tokens says nothing, and another model's may be of another type.
+            if given is not None and (sample[given].size or not _can_be_made(spec)):
                 found[name] = _fitted(sample[given], spec)
             if IDS in (name, given):
                 _check_ids(name, found[name])

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from qgraph.capabilities import NEWER
 from qgraph.report import REASONS, Step
 
 PASS = "fuse_transformer"
@@ -65,11 +66,13 @@ def summary(rows: Iterable[FusionRow], planned: bool = False) -> str:
     """What was fused, or would be, as one sentence; empty where nothing was."""
     rows = list(rows)
     done = ", ".join(f"{row.count} {row.fusion}" for row in rows if row.reason is None)
-    left = sum(row.count for row in rows if row.reason is not None)
-    if not done:
+    newer = [row for row in rows if row.reason == NEWER]
+    left = sum(row.count for row in rows if row.reason is not None) - sum(r.count for r in newer)
+    if not done and not newer:
         return ""
     more = f"; {left} places look alike and stay: `qgraph explain` says why" if left else ""
-    return f"{'would fuse' if planned else 'fused ops'}: {done}{more}"
+    more += "".join(f"; {NEWER}: {row.count} {row.fusion} ({row.detail})" for row in newer)
+    return f"{'would fuse' if planned else 'fused ops'}: {done or 'none'}{more}"
 
 
 def _row(item: Any) -> FusionRow | None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from qgraph.capabilities import MATMUL_NBITS
 from qgraph.decoder_graph import CACHING
 from qgraph.errors import QGraphError
-from qgraph.pass_names import FUSES_OPS
 from qgraph.recipe import FLOAT, Recipe
 from qgraph.run_notes import stored_bytes
 from qgraph.run_profile import RunOf
@@ -93,7 +92,7 @@ def gain_notes(
     graph, lowered: the model as it came, and as it was written to `files`.
     """
     ops = {node.op_type for node in lowered.model.graph}
-    wanted = files and recipe.fuse and runtime.target in FUSES_OPS and runtime.available()
+    wanted = files and recipe.fuse and runtime.traits.fuses_ops and runtime.available()
     if not wanted or _ATTENTION not in ops or CACHING in ops:
         return []
     source = graph.source.name if graph.source is not None else "MODEL"
@@ -117,7 +116,7 @@ def count(graph: Graph, runtime: Runtime) -> FusionGain:
     Raises:
         QGraphError: the runtime refuses the model, or the inputs.
     """
-    model = graph.source if graph.source is not None else graph.model
+    model = graph.origin
     few, rows = runtime.rows_of(model)
     if all(array.ndim != _IMAGE for array in few.values()):
         with contextlib.suppress(QGraphError):  # so many tokens may be too many for it

@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import onnx_ir as ir
+
 from qgraph.cache_kernels import require_cache_kernel
 from qgraph.capabilities import Capabilities
 from qgraph.decoder_graph import has_cache
+from qgraph.decoder_head import require_head
 from qgraph.errors import CoverageError, InputError, MissingExtra
 from qgraph.graph import Graph
-from qgraph.pass_names import FUSES_OPS
+from qgraph.ort_versions import newest_read
 from qgraph.plan import QuantPlan
 from qgraph.recipe import FLOAT, Recipe
 from qgraph.run_notes import write_report
 from qgraph.runtime_needs import restricted
+from qgraph.traits import targets_with
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
@@ -29,10 +33,10 @@ def capabilities_of(
         InputError: a cache is asked for and the target's attention has none, or none so rounded.
         MissingExtra: the result is to be checked and the runtime is not installed.
     """
-    if recipe.add_cache and target not in FUSES_OPS:
+    if recipe.add_cache and not runtime.traits.fuses_ops:
         raise InputError(
-            f"--add-cache is for the targets {', '.join(FUSES_OPS)}, whose attention has a "
-            f"cache; the target is {target}"
+            f"--add-cache is for the targets {targets_with(lambda each: each.fuses_ops)}, whose "
+            f"attention has a cache; the target is {target}"
         )
     if recipe.kv_cache:
         require_cache_kernel(recipe.kv_cache, target, available=runtime.available())
@@ -59,13 +63,64 @@ def check_cache(graph: Graph, recipe: Recipe) -> None:
         )
 
 
+def check_head(graph: Graph, recipe: Recipe) -> None:
+    """Refuse, before any work, a graph whose head cannot be given the last token alone.
+
+    Raises:
+        InputError: that is asked for; the message names what is in the way.
+    """
+    if recipe.last_logits:
+        require_head(graph.model)
+
+
+def check_opset(graph: Graph, runtime: Runtime, *, runs: bool) -> None:
+    """Refuse, before any work, a graph whose opset or IR version the runtime here does not read.
+
+    runs: whether it, or the result, is to run here. Only ONNX Runtime reads graphs by their opset;
+        where the table says that it does not, it is asked itself: it may be newer than the table.
+
+    Raises:
+        InputError: it says what was found, and the newest that can be read.
+    """
+    if not (runs and runtime.traits.release_bound and runtime.available()):
+        return
+    capabilities = runtime.capabilities()
+    opset, version = graph.model.opset_imports.get("", 1), graph.model.ir_version or 0
+    newest, newest_version = newest_read(capabilities.oldest)
+    if (opset <= newest and version <= newest_version) or _reads(runtime, opset, version):
+        return
+    is_opset = opset > newest
+    found, limit = (opset, newest) if is_opset else (version, newest_version)
+    kind = "opset" if is_opset else "IR version"
+    way = f", as `qgraph capture --opset {limit}` does of a torch model" if is_opset else ""
+    raise InputError(
+        f"{graph.title} is of {kind} {found}, and {capabilities.runtime}, which is here, reads "
+        f"{kind} {limit} at most: export it at {limit} or older{way}, or install a newer ONNX "
+        "Runtime; --no-check, without data, writes it for one that is elsewhere"
+    )
+
+
+def _reads(runtime: Runtime, opset: int, version: int) -> bool:
+    """Whether a runtime loads a graph of this opset and IR version, of one node."""
+    x = ir.Value(name="x", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.FLOAT))
+    node = ir.node("Identity", [x])
+    y = node.outputs[0]
+    y.name, y.shape, y.type = "y", x.shape, x.type
+    graph = ir.Graph([x], [y], nodes=[node], opset_imports={"": opset}, name="opset")
+    try:
+        runtime.load(ir.Model(graph, ir_version=version))
+    except InputError:
+        return False
+    return True
+
+
 def runtime_notes(runtime: Runtime, target: str, recipe: Recipe) -> list[str]:
     """What a run does without because the runtime of its target cannot run here."""
     capabilities = runtime.capabilities()
     notes = []
     if all(rule.origin == "predicted" for rule in capabilities.rules):
         notes.append(f"{capabilities.provider} is not installed here: its kernels are predicted")
-    if recipe.fuse and target in FUSES_OPS and not runtime.available():
+    if recipe.fuse and runtime.traits.fuses_ops and not runtime.available():
         notes.append(
             f"norms, activations and attention stay as they are: each fused op is run beside what "
             f"it replaces, and {capabilities.provider} is not here (kernels of another provider "

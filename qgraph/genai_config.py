@@ -18,6 +18,11 @@ from qgraph.tokenizer_files import read_object
 
 NAME = "genai_config.json"
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+PADS_BEHIND = (
+    "onnxruntime-genai pads the shorter prompts of a batch behind their tokens, where the last "
+    "token is padding: prompts by themselves, or of one length, are right; others want a model "
+    "without --last-logits"
+)
 _NEEDED = ("model_type", "hidden_size", "num_attention_heads", "max_position_embeddings")
 
 

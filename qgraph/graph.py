@@ -46,6 +46,11 @@ class Graph:
         """What it is called: the name of its file, else its own."""
         return self.source.name if self.source is not None else self.model.graph.name or "graph"
 
+    @property
+    def origin(self) -> Path | ir.Model:
+        """The model as it came, for a runtime: its file, else the graph itself."""
+        return self.source if self.source is not None else self.model
+
     def sites(self) -> list[Site]:
         """Every place where a weight is used, in graph order."""
         return find_sites(self.model)

@@ -9,6 +9,7 @@ import numpy as np
 
 from qgraph.calibration import Arrays, Calibration
 from qgraph.errors import InputError
+from qgraph.feeding import Feeder, shortened
 from qgraph.text import IDS, MASK, Sample
 
 SHARE = 8
@@ -82,6 +83,19 @@ def _short(array: np.ndarray, rows: int, length: int, share: int) -> np.ndarray:
         return array
     tokens = array.ndim == 2 and array.shape[1] == length
     return array[:rows, :share] if tokens else array[:rows]
+
+
+def beginnings(sample: Sample, feeder: Feeder) -> Iterator[Sample]:
+    """A sample of tokens `[1, T]` cut at several lengths: each has a last token of its own.
+
+    Those that would end in padding are left out.
+    """
+    ids = feeder.ids(sample)
+    length = 1 if ids is None else ids.shape[1]
+    for end in dict.fromkeys(-(-length * part // SHARE) for part in range(1, SHARE + 1)):
+        cut = shortened(sample, feeder, end)
+        if MASK not in cut or cut[MASK][:, -1].all():
+            yield cut
 
 
 def samples_of(data: Calibration) -> Iterator[Sample]:

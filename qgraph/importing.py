@@ -18,6 +18,7 @@ from qgraph.errors import CoverageError, InputError
 from qgraph.graph import Graph
 from qgraph.likeness import steps_off, unlike
 from qgraph.optimizing import Run
+from qgraph.ort_versions import newest_opset
 from qgraph.outcomes import Result
 from qgraph.own_graph import check_whole, own_graph, read_already
 from qgraph.progress import Progress, Silent
@@ -44,6 +45,7 @@ def import_checkpoint(
     accuracy_level: str | int | None = None,
     unfused: str = "portable",
     prefer: str = "speed",
+    min_runtime: str | None = None,
     dequantize_at_load: bool = False,
     target: str = "ort-cpu",
     check: bool = True,
@@ -73,8 +75,8 @@ def import_checkpoint(
             likeness where that leaves no doubt.
         unfused: weights that no kernel takes are dequantized block by block in standard
             operators (`portable`), or keep the graph's floats (`float`).
-        accuracy_level, prefer, dequantize_at_load, target, check, strict, dry_run, min_coverage,
-        single_file, force, report: as `optimize` has them.
+        accuracy_level, prefer, min_runtime, dequantize_at_load, target, check, strict, dry_run,
+        min_coverage, single_file, force, report: as `optimize` has them.
 
     Raises:
         InputError: no such checkpoint, a damaged one, or one that does not fit the graph; a
@@ -93,8 +95,16 @@ def import_checkpoint(
     opened = _opened(checkpoint)
     names = _bindings(bindings)
     said.finish(f"{opened.layout}: {len(opened.entries)} quantized weights")
+    if not opened.entries:
+        folder = (opened.path / "config.json").is_file()
+        way_out = f"qgraph optimize {opened.path}" if folder else "qgraph optimize MODEL.onnx"
+        raise CoverageError(
+            f"nothing was quantized: {opened.path} holds floats alone, and import reads weights "
+            f"that are quantized already. To quantize its model: {way_out}"
+        )
     said.stage("capture")
-    graph = (own_graph(opened) if model is None else capture(model)).clone()
+    opset = newest_opset(min_runtime or "")
+    graph = (own_graph(opened, opset) if model is None else capture(model, opset=opset)).clone()
     imported, notes = _put_in(graph, opened, names, whole=model is None)
     graph.notes.extend(notes)
     graph.inputs = (*graph.inputs, *_files(opened))
@@ -109,6 +119,7 @@ def import_checkpoint(
         accuracy_level="auto" if accuracy_level is None else str(accuracy_level),
         unfused=unfused,
         prefer=prefer,
+        min_runtime=min_runtime or "",
         dequantize_at_load=dequantize_at_load,
         min_elements=0,
     )

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import onnx
 
+from qgraph import varint
 from qgraph.external_data import holds_tensors
 
 LARGE = 1 << 20
@@ -70,7 +71,12 @@ def _message(data: mmap.mmap, place: range, kind: Any, name: str, large: int) ->
             new = _tensor(data, value, name, large)
         else:
             new = _message(data, value, inner, name, large)
-        pieces += [range(done, begin), _varint(number << 3 | _BYTES), _varint(_size(new)), *new]
+        pieces += [
+            range(done, begin),
+            varint.encode(number << 3 | _BYTES),
+            varint.encode(_size(new)),
+            *new,
+        ]
         done = value.stop
     return [*pieces, range(done, place.stop)]
 
@@ -119,17 +125,8 @@ def _fields(data: mmap.mmap, place: range) -> Iterator[tuple[int, int, range]]:
 
 def _read_varint(data: mmap.mmap, at: int, stop: int) -> tuple[int, int]:
     """A number and where it ends."""
-    value = 0
-    for place in range(at, min(at + 10, stop)):
-        value |= (data[place] & 0x7F) << 7 * (place - at)
-        if data[place] < 0x80:
-            return value, place + 1
-    raise _UnusualError
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
+    try:
+        value, size = varint.decode(data[at : min(at + varint.LONGEST, stop)])
+    except ValueError:
+        raise _UnusualError from None
+    return value, at + size

@@ -21,8 +21,10 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.activation_kinds import INT8, INT8_ROW, INT8_STATIC, TOP_CODE
 from qgraph.capabilities import DYNAMIC_QUANTIZE_MATMUL, MATMUL_INTEGER_TO_FLOAT
 from qgraph.formats.base import Array
+from qgraph.scopes import is_onnx
 
 ZERO_POINT = 128
 """Of uint8 activations whose range is symmetric. Signed ones have kernels 4 to 25 times slower."""
@@ -104,14 +106,14 @@ class IntegerProduct:
         """
         plain = x.astype(np.float32)
         plain[..., self.columns] = 0
-        if self.activations == "int8-static":
+        if self.activations == INT8_STATIC:
             bound = self._static_rounding(plain)
-        elif self.activations == "int8-row":
+        elif self.activations == INT8_ROW:
             steps = np.abs(plain).max(axis=-1, keepdims=True) / REACH
             bound = np.broadcast_to(_HALF * np.maximum(steps, LEAST_STEP), x.shape).copy()
         else:
             span = max(float(plain.max()), 0.0) - min(float(plain.min()), 0.0)
-            bound = np.full(x.shape, _HALF * span / _CODES, np.float32)
+            bound = np.full(x.shape, _HALF * span / TOP_CODE, np.float32)
         bound[..., self.columns] = 0
         return bound
 
@@ -122,13 +124,13 @@ class IntegerProduct:
     @property
     def fitting_scale(self) -> float:
         """What numbers of about 1 are to be multiplied by so that a static range holds them."""
-        if self.activations != "int8-static":
+        if self.activations != INT8_STATIC:
             return 1.0
         return max(abs(end) for end in self.static_range) / 4
 
     def _static_rounding(self, x: Array) -> Array:
         low, high = self.static_range
-        step = (high - low) / _CODES
+        step = (high - low) / TOP_CODE
         outside = np.maximum(low - x, x - high)
         found: Array = np.maximum(outside, _HALF * step).astype(np.float32)
         return found
@@ -140,10 +142,9 @@ class IntegerProduct:
         scale, zero = (value.const_value for value in quantize.inputs[1:3] if value is not None)
         assert scale is not None and zero is not None
         step, at = float(scale.numpy().reshape(())), int(zero.numpy().reshape(()))
-        return -at * step, (_CODES - at) * step
+        return -at * step, (TOP_CODE - at) * step
 
 
-_CODES = 255
 _HALF = np.float32(0.5001)
 
 
@@ -160,9 +161,9 @@ def _dynamic(node: ir.Node) -> IntegerProduct | None:
     x, y = node.inputs[0], node.outputs[0]
     if x is None:
         return None
-    found = IntegerProduct(node, "int8", *_weight_of(node, 3), x, y)
+    found = IntegerProduct(node, INT8, *_weight_of(node, 3), x, y)
     mask = x.producer()
-    if mask is not None and mask.op_type == "Mul" and mask.inputs[0] is not None:
+    if mask is not None and is_onnx(mask, "Mul") and mask.inputs[0] is not None:
         masked = dataclasses.replace(found, x=mask.inputs[0], quantizing=(mask,))
         with_part = _with_float_part(masked)
         if with_part.float_part is not None:
@@ -173,11 +174,11 @@ def _dynamic(node: ir.Node) -> IntegerProduct | None:
 def _quantized(node: ir.Node) -> IntegerProduct | None:
     codes = node.inputs[0]
     quantize = codes.producer() if codes is not None else None
-    value = quantize.inputs[0] if quantize is not None else None
+    value = quantize.inputs[0] if quantize is not None and quantize.inputs else None
     if quantize is None or value is None:
         return None
     kind = _weight_of(node, 5)
-    found = IntegerProduct(node, "int8", *kind, value, node.outputs[0], (quantize,))
+    found = IntegerProduct(node, INT8, *kind, value, node.outputs[0], (quantize,))
     if quantize.op_type == "DynamicQuantizeLinear":
         return found
     if quantize.op_type != "QuantizeLinear":
@@ -185,19 +186,19 @@ def _quantized(node: ir.Node) -> IntegerProduct | None:
     row = _by_row(found, value.producer())
     if row is None and any(v is None or v.const_value is None for v in quantize.inputs[1:3]):
         return None
-    return _with_float_part(row or dataclasses.replace(found, activations="int8-static"))
+    return _with_float_part(row or dataclasses.replace(found, activations=INT8_STATIC))
 
 
 def _by_row(found: IntegerProduct, divide: ir.Node | None) -> IntegerProduct | None:
     """Where the activation is divided by what multiplies the product."""
     uses = list(found.y.uses())
-    if divide is None or divide.op_type != "Div" or len(uses) != 1:
+    if divide is None or not is_onnx(divide, "Div") or len(uses) != 1:
         return None
     (x, scale), times = divide.inputs, uses[0].node
     if times.op_type != "Mul" or x is None or scale not in times.inputs:
         return None
     return dataclasses.replace(
-        found, activations="int8-row", x=x, y=times.outputs[0],
+        found, activations=INT8_ROW, x=x, y=times.outputs[0],
         quantizing=(divide, *found.quantizing),
     )  # fmt: skip
 
@@ -209,11 +210,13 @@ def _with_float_part(found: IntegerProduct) -> IntegerProduct:
         return found
     other = next(value for value in add.inputs if value is not found.y)
     product = other.producer() if other is not None else None
-    if product is None or product.op_type != "MatMul":
+    if product is None or not is_onnx(product, "MatMul"):
         return found
     gathered, weight = product.inputs
     gather = gathered.producer() if gathered is not None else None
-    if gather is None or gather.op_type != "Gather" or gather.attributes.get_int("axis", 0) != -1:
+    if gather is None or not is_onnx(gather, "Gather"):
+        return found
+    if gather.attributes.get_int("axis", 0) != -1:
         return found
     source, columns = gather.inputs
     constant = columns is not None and columns.const_value is not None

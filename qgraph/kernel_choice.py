@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from qgraph.activation_kinds import INT8, INT8_AUTO, INT8_ROW, INT8_STATIC
 from qgraph.capabilities import (
     DEQUANTIZE_LINEAR,
     DYNAMIC_QUANTIZE_MATMUL,
@@ -39,13 +40,6 @@ PORTABLE = "portable"
 """The kernel of a site that is dequantized block by block in standard operators."""
 EXPERTS_COST = "the experts that a run hits are dequantized one by one in standard operators"
 PORTABLE_COST = "dequantized block by block at each call: 10 to 30 times the time of a float MatMul"
-
-NO_LOOPS = {
-    "qdq": "DequantizeLinear in front of routed experts would dequantize all of them at each run",
-    "torch": "routed experts are gathered in a Loop over those that are hit, which sessions of "
-    "torch do not run",
-}
-"""Why routed experts stay in float."""
 
 
 def dividing_group(k: int, group: int) -> int:
@@ -94,7 +88,7 @@ def best_kernel(
         answer, query = _of_bytes(capabilities, site, fmt, activations)
         if query not in banned:
             return answer, query
-    if at_load and not site.gathers and capabilities.target != "qdq":
+    if at_load and not site.gathers and not capabilities.traits.spells_qdq:
         return _at_load(capabilities, site, fmt)
     wanted: Query | None = None
     first: Answer | None = None
@@ -107,7 +101,7 @@ def best_kernel(
         answer = capabilities.ask(query)
         if answer:
             return answer, query
-        if query.block == wanted.block:
+        if query.block == wanted.block and not _came_later(answer, first):
             first = answer  # the refusal at the block that was asked for, at the lowest level
     if missed:  # that is why; the other kernels never were there to be taken
         others = f"; of the others: {first.detail}" if first is not None else ""
@@ -115,6 +109,13 @@ def best_kernel(
     assert first is not None
     assert wanted is not None
     return first, wanted
+
+
+def _came_later(answer: Answer, other: Answer | None) -> bool:
+    """Whether a kernel came with a later release than another one that the oldest has not."""
+    if other is None or other.since is None or answer.since is None:
+        return False
+    return answer.since > other.since
 
 
 def _missed(queries: Sequence[Query]) -> str:
@@ -140,11 +141,16 @@ def _at_load(capabilities: Capabilities, site: Site, fmt: Format) -> tuple[Answe
 def _query(op: str, site: Site, fmt: Format) -> Query:
     """What `op` is asked for at the format's own group, without int8 activations."""
     assert site.dtype is not None
-    dtype = "float32" if site.dtype.name == "FLOAT" else site.dtype.name.lower()
     return Query(
-        op, dtype, fmt.bits, fmt.group, 0, fmt.symmetric, site.n, site.k,
+        op, _dtype(site), fmt.bits, fmt.group, 0, fmt.symmetric, site.n, site.k,
         numbers=fmt.numbers, function=fmt.linear_name,
     )  # fmt: skip
+
+
+def _dtype(site: Site) -> str:
+    """The activation's type as rules spell it; float32 where the graph does not say."""
+    name = "FLOAT" if site.dtype is None else site.dtype.name
+    return "float32" if name == "FLOAT" else name.lower()
 
 
 def _of_bytes(
@@ -155,7 +161,8 @@ def _of_bytes(
     With other signed ones processors without VNNI saturate, and a file may go to any of them; the
     kernels of unsigned codes take half as long again.
     """
-    op = _OF_ACTIVATIONS[activations] if capabilities.target != "qdq" else DEQUANTIZE_LINEAR
+    spelled = capabilities.traits.spells_qdq
+    op = DEQUANTIZE_LINEAR if spelled else _OF_ACTIVATIONS[activations]
     query = _query(op, site, fmt)
     numbers = "int" if fmt.fits_16_bits else "uint"
     query = dataclasses.replace(query, activations=activations, numbers=numbers)
@@ -169,10 +176,10 @@ def _of_bytes(
 
 
 _OF_ACTIVATIONS = {
-    "int8": DYNAMIC_QUANTIZE_MATMUL,
-    "int8-row": MATMUL_INTEGER_TO_FLOAT,
-    "int8-static": MATMUL_INTEGER_TO_FLOAT,
-    "int8-auto": MATMUL_INTEGER_TO_FLOAT,
+    INT8: DYNAMIC_QUANTIZE_MATMUL,
+    INT8_ROW: MATMUL_INTEGER_TO_FLOAT,
+    INT8_STATIC: MATMUL_INTEGER_TO_FLOAT,
+    INT8_AUTO: MATMUL_INTEGER_TO_FLOAT,
 }
 
 
@@ -181,7 +188,7 @@ def _candidates(
 ) -> Iterator[Query]:
     embedding = site.gathers
     own = _query(GATHER_BLOCK_QUANTIZED if embedding else MATMUL_NBITS, site, fmt)
-    if capabilities.target == "qdq":
+    if capabilities.traits.spells_qdq:
         yield dataclasses.replace(own, op=DEQUANTIZE_LINEAR)
         return
     integers = fmt.as_integers
@@ -257,7 +264,7 @@ def spell_kernel(query: Query) -> str:
 
 
 _SCALES = {
-    "int8": "", "int8-row": " rows=dynamic", "int8-static": " static", "int8-auto": " scales=auto",
+    INT8: "", INT8_ROW: " rows=dynamic", INT8_STATIC: " static", INT8_AUTO: " scales=auto",
 }  # fmt: skip
 """Where the scales of the activation come from."""
 
@@ -292,10 +299,7 @@ def own_query(site: Site, fmt: Format) -> Query:
 
 def query_of(site: Site) -> Query:
     """The kernel that a fused site runs, as the question that a plan asks."""
-    attributes = site.node.attributes
-    dtype = (
-        "float32" if site.dtype is None or site.dtype.name == "FLOAT" else site.dtype.name.lower()
-    )
+    attributes, dtype = site.node.attributes, _dtype(site)
     if site.integer is not None:
         product = site.integer
         return Query(

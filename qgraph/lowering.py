@@ -16,6 +16,7 @@ from qgraph.graph import Graph
 from qgraph.outcomes import told_apart
 from qgraph.pass_names import pass_names
 from qgraph.passes.base import Context, Findings, Pass
+from qgraph.passes.one_kernel import agree
 from qgraph.plan import QuantPlan
 from qgraph.recipe import Recipe
 from qgraph.report import Report, Step
@@ -67,7 +68,7 @@ class Lowering:
         while True:
             lowered = self._rewritten(graph, plan)
             refused = self._refused(plan)
-            if not refused:
+            if not agree(self.findings, plan) and not refused:
                 break
             plan = plan.refusing(refused)
         require_coverage(plan, request.recipe, request.target, request.min_coverage)
@@ -95,7 +96,7 @@ class Lowering:
             evaluate=self._evaluate if request.runtime.available() else None,
         )
         lowered.verify()
-        for name in pass_names(request.target, request.recipe, dry_run=request.dry_run):
+        for name in pass_names(request.target, request.recipe):
             steps = pass_of(name, request.recipe).run(lowered, context)
             self.report.extend(steps)
             if steps or name == "cleanup":  # no step, no change
@@ -112,18 +113,23 @@ class Lowering:
         # A later pass may have taken what an earlier one refused.
         last = {step.site: step for step in self.report.steps if step.pass_name != FUSING}
         return {
-            site: (step.reason or "NO_FUSED_KERNEL", self.bans.why(step))
+            site: self._why(step)
             for site, step in last.items()
             if step.outcome == "refused" and (item := plan.of(site)) is not None and item.quantized
         }
+
+    def _why(self, step: Step) -> tuple[str, str]:
+        """Reason code and detail of a refusal; after a check that failed, what that check found."""
+        found = [each for each in self.findings.level_steps if each.site == step.site]
+        if found and step.reason == "KERNEL_FAILED_CHECK" and step.site not in self.bans.failed:
+            return "LEVEL_FAILED_CHECK", found[-1].detail
+        return step.reason or "NO_FUSED_KERNEL", self.bans.why(step)
 
     def _as_lowered(self, plan: QuantPlan, lowered: Graph) -> QuantPlan:
         """The plan with the kernels that run, and the scales of inputs that were found."""
         found = self.findings
         failed = self.bans.failed | {
-            step.site: ("LEVEL_FAILED_CHECK", step.detail)
-            for step in found.level_steps
-            if step.outcome == "changed"
+            step.site: ("LEVEL_FAILED_CHECK", step.detail) for step in found.level_steps
         }
         sites = told_apart(lowered.sites(), found.merged)
         plan = plan.running(sites, failed)

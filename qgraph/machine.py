@@ -1,12 +1,16 @@
-"""What times depend on: the processor, and how many of its cores a process may use."""
+"""The machine and this process: processor, usable cores, memory at the peak."""
 
 from __future__ import annotations
 
 import functools
 import os
 import platform
+import resource
+import sys
 from pathlib import Path
 
+STATUS = Path("/proc/self/status")
+"""What Linux says of this process."""
 _EXTENSIONS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
 """Instruction sets that decide which integer kernels there are; virtual machines often have one
 name for processors with and without them."""
@@ -34,3 +38,18 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def peak_rss() -> int:
+    """The process's peak resident set so far, in bytes.
+
+    Linux's `ru_maxrss` starts at what the parent had when it started this process; VmHWM does not.
+    """
+    try:
+        status = STATUS.read_text(encoding="ascii", errors="replace")
+        found = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+        return int(found[0].split()[1]) * 1024
+    except (OSError, IndexError, ValueError):
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

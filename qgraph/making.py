@@ -16,7 +16,7 @@ from qgraph.outcomes import with_errors
 from qgraph.plan import UNSOLVED, QuantPlan
 from qgraph.run_notes import stored_bytes
 from qgraph.run_request import Destination, Request
-from qgraph.run_results import describe
+from qgraph.run_results import note_decisions
 from qgraph.run_stages import RunStages
 from qgraph.writer import DataFile, Save
 
@@ -107,7 +107,7 @@ class Maker:
         waiting = waiting and not self.lowering.findings.solved
         self.stages.start("solve" if waiting else "rewrite", total=1000 * waiting)
         lowered, plan = self.lowering.lower(self.graph, plan)
-        describe(lowered.model, plan, {}, self.lowering)
+        note_decisions(lowered.model, plan, {}, self.lowering)
         return lowered, plan
 
     def _save(self, model: ir.Model, output: Path, destination: Destination) -> Save:
@@ -134,7 +134,7 @@ class Maker:
     def _tell_errors(self, model: ir.Model, plan: QuantPlan, checks: list[SiteCheck]) -> None:
         """The errors of the weights as written, in the metadata and in the report's steps."""
         errors = {item.site: item.weight_error for item in checks}
-        describe(model, plan, errors, self.lowering)
+        note_decisions(model, plan, errors, self.lowering)
         steps = self.lowering.report.steps
         steps[:] = with_errors(steps, errors)
 

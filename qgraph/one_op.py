@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.constants import constant_value
 from qgraph.scopes import bodies, scopes
 from qgraph.sites import Site
 
@@ -77,9 +78,7 @@ def float_linear(n: int, k: int, dtype: ir.DataType) -> ir.Model:
     """MatMul with a random weight `[K, N]` of a float type."""
     array = np.random.default_rng(0).standard_normal((k, n), dtype=np.float32) / np.sqrt(k)
     weight = ir.tensor(array.astype(dtype.numpy()), name="weight")
-    constant = ir.Value(
-        name="weight", shape=ir.Shape([k, n]), type=ir.TensorType(dtype), const_value=weight
-    )
+    constant = constant_value("weight", weight)
     x = ir.Value(name=X, shape=ir.Shape(["M", k]), type=ir.TensorType(dtype))
     node = ir.Node("", "MatMul", [x, constant], name="linear")
     y = node.outputs[0]

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from qgraph import external_data, inline_data
-from qgraph.errors import InputError
+from qgraph.errors import InputError, one_line
 from qgraph.scopes import scopes
 
 LARGEST = 2**31 - 1
@@ -220,4 +220,4 @@ def _cause(error: BaseException) -> str:
     """The innermost reason of a chain of errors, on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return " ".join(str(error).split())[:500]
+    return one_line(error, 500)

@@ -10,16 +10,17 @@ from typing import Any
 from qgraph.calibration import CalibrationData
 from qgraph.capturing import Source, capture
 from qgraph.checkpoint_source import CheckpointSource
-from qgraph.gate import capabilities_of, check_cache, runtime_notes
+from qgraph.gate import capabilities_of, check_cache, check_head, check_opset, runtime_notes
 from qgraph.graph import Graph
 from qgraph.lowering import Lowering
+from qgraph.ort_versions import newest_opset
 from qgraph.outcomes import Result
 from qgraph.preparing import Preparation
 from qgraph.progress import Progress
 from qgraph.recipe import Recipe
 from qgraph.report import Report, Step
 from qgraph.run_notes import check_paths, stored_bytes
-from qgraph.run_request import Destination, Request
+from qgraph.run_request import BLOCKS, Destination, Request
 from qgraph.run_results import result
 from qgraph.run_stages import RunStages
 from qgraph.runtime_needs import require_runtime
@@ -41,7 +42,7 @@ class Run:
         check: bool,
         dry_run: bool = False,
         data: CalibrationData | None = None,
-        blocks: tuple[int, int] = (64, 512),
+        blocks: tuple[int, int] = BLOCKS,
         imported: Mapping[str, CheckpointSource] | None = None,
         tune: bool = False,
         origin: Mapping[str, Any] | None = None,
@@ -101,9 +102,12 @@ class Run:
         if isinstance(model, str | os.PathLike) and os.path.exists(model):
             check_paths([Path(model)], place.output, place.report, place.force)  # before any work
         self.stages.start("capture")
-        graph = capture(model)
+        graph = capture(model, opset=newest_opset(request.recipe.min_runtime))
         check_paths(graph.files, place.output, place.report, place.force)
         check_cache(graph, request.recipe)
+        check_head(graph, request.recipe)
         require_runtime(graph.model, request.recipe, graph.title)
+        runs = request.check or request.data is not None
+        check_opset(graph, request.runtime, runs=runs)
         self.report.notes.extend(graph.notes)
         return graph

@@ -28,16 +28,29 @@ ATTENTION_BIAS: Version = (1, 22)
 """Since when it is told positions and what is added to scores."""
 WITHOUT_CACHE: Version = (1, 27)
 """Since when it does without a past."""
+WITHOUT_ZEROS: Version = (1, 28)
+"""Since when a Transpose behind a DequantizeLinear without zero points is right.
+
+Before, it is moved in front by a QuantizeLinear without them, which makes uint8 of any codes: the
+model is refused, or, with one scale for the tensor, computes something else without a word.
+"""
 STORED_CACHE: Version = (1, 27)
 """Since when its cache may be codes and scales."""
+STORED_CACHE_BIAS: Version = (1, 28)
+"""Since when it may be so beside attention_bias; 1.27 adds the first row's to all of a batch."""
+STORED_CACHE_HALF: Version = (1, 29)
+"""Since when it may be so where attention computes in float16."""
 
 OPSETS: dict[int, Version] = {
-    22: (1, 21), 23: (1, 23), 24: (1, 24), 25: (1, 24), 26: (1, 25),
+    22: (1, 21), 23: (1, 23), 24: (1, 24), 25: (1, 24), 26: (1, 25), 27: (1, 32),
+    28: (1, 32),
 }  # fmt: skip
-IR_VERSIONS: dict[int, Version] = {11: (1, 23), 12: (1, 24), 13: (1, 24)}
+IR_VERSIONS: dict[int, Version] = {11: (1, 23), 12: (1, 24), 13: (1, 24), 14: (1, 32)}
 _BLOCK_QUANTIZED = ("MatMulBlockQuantizedFp8Weight", "MatMulBlockQuantizedFp4Weight")
 _BYTES = "GatherBlockQuantized"
 _PRODUCT = "MatMulNBits"
+ONNX = ("", "ai.onnx")
+_BARE = "DequantizeLinear without zero points behind which a Transpose stands"
 _GROUPED, _MULTI_HEAD = "GroupQueryAttention", "MultiHeadAttention"
 
 
@@ -74,9 +87,25 @@ def opset_since(opset: int) -> Version | None:
     return _of_number(OPSETS, opset)
 
 
+def newest_opset(text: str) -> int | None:
+    """The newest that a release reads, named as `parse_version` takes it; None for no release."""
+    if not text:
+        return None
+    return _newest(OPSETS, parse_version(text))
+
+
+def newest_read(version: Version) -> tuple[int, int]:
+    """The newest opset and the newest IR version that a release reads."""
+    return _newest(OPSETS, version), _newest(IR_VERSIONS, version)
+
+
 def ir_since(version: int) -> Version | None:
     """The first that reads a model of this IR version; None where NEWEST does not."""
     return _of_number(IR_VERSIONS, version)
+
+
+def _newest(table: dict[int, Version], version: Version) -> int:
+    return max((n for n, since in table.items() if since <= version), default=min(table) - 1)
 
 
 def _of_number(table: dict[int, Version], number: int) -> Version | None:
@@ -129,6 +158,20 @@ def _is_shared(node: ir.Node) -> bool:
     return bias is not None and bias.shape is not None and bias.shape[1] == 1 < heads
 
 
+def _is_half(node: ir.Node) -> bool:
+    """Whether a node computes in float16, as far as the graph says it."""
+    return any(v is not None and v.dtype is not None and v.dtype.name == "FLOAT16"
+               for v in (node.inputs[0], node.outputs[0]))  # fmt: skip
+
+
+def _is_bare(node: ir.Node) -> bool:
+    """Whether it dequantizes other codes than uint8 without zero points, for a Transpose."""
+    codes, turned = node.inputs[0], {use.node.op_type for use in node.outputs[0].uses()}
+    byte = codes is not None and codes.dtype is not None and codes.dtype.name == "UINT8"
+    blocks = node.attributes.get_int("block_size", 0)
+    return "Transpose" in turned and not (blocks or byte or _told(2)(node))
+
+
 FEATURES = (
     Feature(_GROUPED, QUERY_LENGTHS, "with query_seqlens", _told(16)),
     Feature(
@@ -136,6 +179,14 @@ FEATURES = (
     ),
     Feature(_GROUPED, (1, 30), "with a cache of its window", _set("sliding_window_cache")),
     Feature(_GROUPED, (1, 28), "that norms queries and keys", _told(14)),
+    Feature(
+        _GROUPED, STORED_CACHE_HALF, "with a quantized cache in float16",
+        lambda node: _told(12)(node) and _is_half(node),
+    ),
+    Feature(
+        _GROUPED, STORED_CACHE_BIAS, "with a quantized cache and attention_bias",
+        lambda node: _told(12)(node) and _told(10)(node),
+    ),
     Feature(_GROUPED, STORED_CACHE, "with a quantized cache", _told(12)),
     Feature(_GROUPED, WITHOUT_CACHE, "without a cache", lambda node: not _told(3)(node)),
     Feature(
@@ -157,8 +208,13 @@ _TRIED = frozenset({
 
 
 def features_of(node: ir.Node) -> list[tuple[Version, str]] | None:
-    """What a node of `com.microsoft` needs, and since when there is that; None if never tried."""
+    """What a node of ONNX or `com.microsoft` needs, and since when there is that.
+
+    None for one of the latter that was never tried.
+    """
     op = node.op_type
+    if node.domain in ONNX:
+        return [(WITHOUT_ZEROS, _BARE)] if op == "DequantizeLinear" and _is_bare(node) else []
     if op not in _TRIED:
         return None
     packed = op in (_PRODUCT, _BYTES, *_BLOCK_QUANTIZED)

@@ -108,6 +108,13 @@ class OutFile:
             os.close(self.fd)
 
 
+def same_file(a: Path, b: Path) -> bool:
+    """Whether two paths name one file, links followed; neither needs to exist."""
+    return os.path.realpath(a) == os.path.realpath(b) or (
+        a.exists() and b.exists() and a.samefile(b)
+    )
+
+
 def why_unwritable(folder: Path) -> str:
     """Why no new file can be made in a folder; empty where one can. Leaves none there."""
     try:

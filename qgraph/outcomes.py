@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qgraph._version import __version__
+from qgraph.adopted import ADOPTED
 from qgraph.graph import Graph
-from qgraph.plan import UNSOLVED, Decision, QuantPlan
+from qgraph.plan import KEPT, UNSOLVED, Decision, QuantPlan
 from qgraph.prediction import Prediction
 from qgraph.recipe import Recipe
 from qgraph.report import SCHEMA, Report, Step
 from qgraph.row_branches import MANY
-from qgraph.run_notes import entry
 from qgraph.sites import Site
 
 ROWS_ORDERED = "rows_ordered_for"
@@ -23,6 +23,8 @@ ROWS_SCALED = "rows_scaled_for"
 """What it names where its rows are divided by the factors of that other site's inputs."""
 INPUTS_SCALED = "inputs_scaled"
 """Where its inputs are divided by such factors: by a `norm`, a `linear` or a `mul`."""
+_NAMED = ("weight", ROWS_ORDERED, ROWS_SCALED, INPUTS_SCALED)
+"""What a run that leaves a site as it is cannot say of it anew."""
 
 
 @dataclasses.dataclass
@@ -94,7 +96,7 @@ def metadata(
     recipe: what was asked. marks: what else is said of some sites: key → site → text, such as
     ROWS_ORDERED → site → the reader for whose order its rows were permuted.
     """
-    sites = {item.site: entry(item, errors.get(item.site)) for item in plan.decisions}
+    sites = {item.site: _entry(item, errors.get(item.site)) for item in plan.decisions}
     for key, found in marks.items():
         for name, text in found.items():
             sites[name][key] = text
@@ -105,6 +107,49 @@ def metadata(
         "recipe": recipe.to_json(),
         "sites": sites,
     }
+
+
+def _entry(item: Decision, error: float | None) -> dict[str, Any]:
+    """What the model's metadata says of one site."""
+    found: dict[str, Any] = {
+        "weight": item.weight,
+        "role": item.role,
+        "op": item.op,
+        "module": item.module,
+        "n": item.n,
+        "k": item.k,
+        "format": item.format,
+        "solver": item.solver,
+        "kernel": item.kernel,
+        "activations": item.activations,
+        "outliers": item.outliers or None,
+        "reason": item.reason,
+        "detail": item.detail,
+        "shared_with": item.shared_with,
+        "error": None if error is None else float(f"{error:.4g}"),
+    }
+    return {key: value for key, value in found.items() if value not in (None, "")}
+
+
+def carry(sites: dict[str, dict[str, Any]], before: Mapping[str, dict[str, Any]]) -> None:
+    """Let sites be told as they were: their modules; of those that came packed what they hold.
+
+    sites: what is to be said of them. before: what the metadata that the model came with says;
+        files do not hold modules, and names of packed constants are made up: nothing else tells.
+    """
+    for name, item in list(sites.items()):
+        old = before.get(name, {})
+        if "module" in old:
+            item.setdefault("module", old["module"])
+        if item.get("solver") not in (KEPT, ADOPTED):
+            continue
+        item.update((key, old[key]) for key in _NAMED if key in old)
+        if "error" in old:
+            item.setdefault("error", old["error"])
+        held = old.get("holds")
+        if isinstance(held, list) and all(isinstance(e, str) and e in before for e in held):
+            item["holds"] = held
+            sites.update((each, before[each]) for each in held if each not in sites)
 
 
 def merged_sites(
@@ -126,7 +171,7 @@ def merged_sites(
             weight=" + ".join(item.weight for item in items),
             module=" + ".join(item.module for item in items if item.module),
         )
-        found[name] = {**entry(one, errors.get(name)), "holds": list(held)}
+        found[name] = {**_entry(one, errors.get(name)), "holds": list(held)}
     return found
 
 

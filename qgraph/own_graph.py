@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
@@ -21,8 +22,21 @@ _ROUTED = (".experts.", ".gate.", ".router.")
 """In the names of parameters that transformers joins or renames, so that the graph has others."""
 
 
-def own_graph(checkpoint: Checkpoint) -> Graph:
-    """The float graph of a checkpoint that brings no other, built from its config.json."""
+def has_own_graph(path: Path) -> bool:
+    """Whether a checkpoint says which model it is of: a folder whose config.json names a type."""
+    from qgraph.frontends import hf_config
+
+    try:
+        return path.is_dir() and bool(hf_config.read(path, packed=True))
+    except (InputError, OSError):
+        return False
+
+
+def own_graph(checkpoint: Checkpoint, opset: int | None = None) -> Graph:
+    """The float graph of a checkpoint that brings no other, built from its config.json.
+
+    opset: the newest that may be written; None for the exporter's choice.
+    """
     if not (checkpoint.path / "config.json").is_file():
         raise InputError(
             f"{checkpoint.path} has no config.json, so the float model has to be named: "
@@ -41,7 +55,7 @@ def own_graph(checkpoint: Checkpoint) -> Graph:
         for name, tensor in checkpoint.floats.items()
         if any(word in name for word in _ROUTED) and _is_float(tensor)
     }
-    return from_loaded(hf_folder.load(checkpoint.path, shapes, routed))
+    return from_loaded(hf_folder.load(checkpoint.path, shapes, routed, opset))
 
 
 def _own_shape(

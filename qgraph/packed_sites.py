@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
 
@@ -17,6 +17,7 @@ from qgraph.capabilities import (
     MATMUL_INTEGER_TO_FLOAT,
     MATMUL_NBITS,
 )
+from qgraph.errors import GraphError
 from qgraph.expert_sites import role_of_rows
 from qgraph.integer_sites import integer_product
 from qgraph.site import CONTRIB, Role, Site
@@ -36,18 +37,16 @@ def _on_matmul_bnb4(node: ir.Node) -> Site:
 
 def _on_matmul_block_quantized(node: ir.Node) -> Site:
     """`[N, K]` codes of one byte, or of two in a byte."""
-    codes = node.inputs[1]
-    n, width = static_dims(codes.shape if codes is not None else None) or (0, 0)
+    n, width = _matrix(node, 1)
     return _fused(node, 1, "linear", n, width * (2 if node.op_type.endswith("Fp4Weight") else 1))
 
 
 def _on_integer_product(node: ir.Node) -> Site | None:
     """`[K, N]` codes, and what quantizes the activation."""
     found = integer_product(node)
-    codes = node.inputs[1] if found is not None else None
-    if found is None or codes is None:
+    if found is None:
         return None
-    k, n = static_dims(codes.shape) or (0, 0)
+    k, n = _matrix(node, 1)
     site = _fused(node, 1, "linear", n, k)
     return dataclasses.replace(site, dtype=found.x.dtype, integer=found)
 
@@ -55,6 +54,8 @@ def _on_integer_product(node: ir.Node) -> Site | None:
 def _on_gather_block_quantized(node: ir.Node) -> Site | None:
     data, scales = node.inputs[0], node.inputs[2]
     shape = data.shape if data is not None else None
+    if shape is not None and len(shape) < 2:
+        raise GraphError(_no_matrix(node, 0, shape))
     n = int(shape[0]) if shape is not None and isinstance(shape[0], int) else 0
     bits = node.attributes.get_int("bits", 4)
     k = int(shape[1]) * 8 // bits if shape is not None and isinstance(shape[1], int) else 0
@@ -85,6 +86,29 @@ def _on_gathered(node: ir.Node) -> Site | None:
     role = role_of_rows(gather.inputs[1])
     site = _fused(node, 0, role, _rows(table), node.attributes.get_int("k", 0))
     return dataclasses.replace(site, state="portable", weight_name=table.name or "", position=1)
+
+
+def _matrix(node: ir.Node, position: int) -> tuple[int, int]:
+    """The sizes of the codes that input `position` gives; zeros where they are not known.
+
+    Raises:
+        GraphError: it is no matrix.
+    """
+    codes = node.inputs[position]
+    dims = static_dims(codes.shape) if codes is not None else None
+    if dims is None:
+        return 0, 0
+    if len(dims) != 2:
+        raise GraphError(_no_matrix(node, position, dims))
+    return dims[0], dims[1]
+
+
+def _no_matrix(node: ir.Node, position: int, dims: Iterable[int | ir.SymbolicDim]) -> str:
+    shape = ", ".join(map(str, dims))
+    return (
+        f"node {node.name} ({node.op_type}) is malformed: its input {position} has the shape "
+        f"[{shape}], wanted a matrix of codes: export the model again"
+    )
 
 
 def _rows(codes: ir.Value | None) -> int:

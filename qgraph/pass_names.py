@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from qgraph.fused_ops import PASS as FUSING
 from qgraph.recipe import Recipe
+from qgraph.traits import traits_of
 
-_LOWERINGS: dict[str, tuple[str, ...]] = {"qdq": ("lower_w8a8", "lower_qdq")}
+_SPELLED = ("lower_w8a8", "lower_qdq")
 _FUSED = (
     "lower_w8a8", "lower_matmul_nbits", "lower_matmul_bnb4", "lower_matmul_block_quantized",
-    "lower_gather_block_quantized", "lower_qdq",
+    "lower_gather_block_quantized", "lower_qdq", "lower_portable",
 )  # fmt: skip
 """The lowerings of all other targets: torch reads the ops of ONNX Runtime."""
-FUSES_OPS = ("ort-cpu", "ort-cuda")
-"""The targets whose runtime has fused ops for norms, activations and attention."""
 
 
-def pass_names(target: str, recipe: Recipe, *, dry_run: bool = False) -> list[str]:
-    """Names of passes in `registry.PASSES`, in the order they run; a dry run measures no cache."""
+def pass_names(target: str, recipe: Recipe) -> list[str]:
+    """Names of passes in the registry, in the order they run."""
+    traits = traits_of(target)
     names = ["adopt_qdq", "import_weights", "solve", "quantize_rtn", "lower_by_rows"]
-    names += ["insert_fp8_qdq", *_LOWERINGS.get(target, _FUSED)]
-    names += ["lower_portable"] if target != "qdq" else []
-    names += ["cleanup"]
-    if target in FUSES_OPS:
+    names += ["insert_fp8_qdq", *(_SPELLED if traits.spells_qdq else _FUSED), "cleanup"]
+    if traits.fuses_ops:
         names += [FUSING, "cleanup"]
+        names += ["widen_products"] if traits.widens_products else []  # before it is run as a whole
         names += ["add_cache", "cleanup"] if recipe.add_cache else []
-        names += ["quantize_cache"] if recipe.kv_cache and not dry_run else []
+        names += ["quantize_cache"] if recipe.kv_cache else []
+    names += ["last_logits"] if recipe.last_logits else []  # the cache is measured on all tokens
     return names

@@ -18,15 +18,21 @@ def require_known_options(recipe: Recipe) -> None:
         name, dot, field = key.partition(".")
         if not dot:
             raise InputError(f"--option {key!r}: wanted PASS.FIELD=VALUE")
-        solver = name.removeprefix("quantize_")
-        is_solver = solver != name and solver in registry.names("solver") and solver != "rtn"
-        kind = registry.load("solver", solver) if is_solver else registry.load("pass", name)
+        solver = solver_of(name)
+        kind = registry.load("pass", name) if solver is None else registry.load("solver", solver)
         fields = [item.name for item in dataclasses.fields(kind)]
         if field not in fields:
             near = registry.did_you_mean(field, fields)
             raise InputError(
                 f"pass {name} has no field {field!r}{near} (it has: {', '.join(fields) or 'none'})"
             )
+
+
+def solver_of(name: str) -> str | None:
+    """The solver whose fields `quantize_NAME` holds; None where `name` is a pass."""
+    solver = name.removeprefix("quantize_")
+    known = solver != name and solver in registry.names("solver") and solver != "rtn"
+    return solver if known else None
 
 
 def converted(key: str, text: str, default: Any) -> Any:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from qgraph import registry
 from qgraph.calibration import CalibrationData
-from qgraph.capturing import Source, capture, read_metadata, runnable
+from qgraph.capturing import Source, capture, runnable
 from qgraph.errors import InputError
+from qgraph.model_metadata import read_metadata
 from qgraph.optimizing import Run
 from qgraph.outcomes import Result
 from qgraph.progress import Progress, Silent
@@ -71,6 +72,7 @@ def optimize(
     fuse: bool | None = None,
     add_cache: bool | None = None,
     kv_cache: str | None = None,
+    last_logits: bool | None = None,
     target_bits: float | None = None,
     max_size: int | str | None = None,
     mixed: bool | None = None,
@@ -110,6 +112,7 @@ def optimize(
         add_cache: give a decoder that was exported without a cache past_key_values and present.
         kv_cache: round the cache of a decoder: "int8", "int4", "fp8", or as "int8:scale=tensor",
             by scales from `calibrate`.
+        last_logits: give the logits of the last token of each row alone, [B, 1, V].
         min_runtime: the oldest ONNX Runtime that has to run the result, as "1.27": kernels and
             fused ops that are newer are not used.
         check: run each kernel in use on the written bytes before the model is called good.
@@ -148,6 +151,7 @@ def optimize(
         "fuse": fuse,
         "add_cache": add_cache,
         "kv_cache": kv_cache,
+        "last_logits": last_logits,
         "target_bits": target_bits,
         "max_size": parse_size(max_size) if isinstance(max_size, str) else max_size,
         "mixed": mixed,

@@ -7,11 +7,12 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from qgraph.activation_kinds import FP8_KINDS, INT8_AUTO
 from qgraph.adopted import ADOPTED
 from qgraph.capabilities import OWN_LINEAR
 from qgraph.coverage import Coverage
 from qgraph.kernel_choice import PORTABLE, kernel_of
-from qgraph.recipe import AUTO_ACTIVATIONS, FP8_ACTIVATIONS, Recipe
+from qgraph.recipe import Recipe
 from qgraph.report import SCHEMA
 from qgraph.row_branches import MANY
 from qgraph.sites import PACKED, Site
@@ -146,7 +147,8 @@ class QuantPlan:
             else _without_many(item, refused.get(item.site + MANY))
             for item in self.decisions
         ]  # fmt: skip
-        return dataclasses.replace(self, decisions=tuple(_owned(decisions)))
+        left = _half_converted(self.decisions, list(_owned(decisions)))
+        return dataclasses.replace(self, decisions=tuple(left))
 
     def solved_by(self, solver: str) -> QuantPlan:
         """This plan with one solver for every weight that is to be solved."""
@@ -182,15 +184,15 @@ class QuantPlan:
         failed = failed or {}
         decisions = []
         for item in self.decisions:
-            left_open = item.activations == AUTO_ACTIVATIONS and item.site not in floats
+            left_open = item.activations == INT8_AUTO and item.site not in floats
             own = left_open or _is_own(item.kernel, kernels.get(item.site, ""))
             if item.site in kernels and not own:
                 item = dataclasses.replace(item, kernel=kernels[item.site])
-            fp8 = item.activations in FP8_ACTIVATIONS  # which the graph rounds, not the kernel
+            fp8 = item.activations in FP8_KINDS  # which the graph rounds, not the kernel
             if item.site in floats and not fp8:  # also where an integer kernel was banned
                 item = dataclasses.replace(item, activations=None, outliers=0)
             if item.many is not None and item.site in many:
-                open_too = item.many.activations == AUTO_ACTIVATIONS
+                open_too = item.many.activations == INT8_AUTO
                 kernel = item.many.kernel if open_too else many[item.site]
                 second = dataclasses.replace(item.many, kernel=kernel)
                 item = dataclasses.replace(item, many=second)
@@ -209,14 +211,14 @@ class QuantPlan:
         decisions = []
         for item in self.decisions:
             site, words = found.get(item.site), why.get(item.site)
-            if site is not None and site.integer and item.activations == AUTO_ACTIVATIONS:
+            if site is not None and site.integer and item.activations == INT8_AUTO:
                 item = dataclasses.replace(
                     item, activations=site.integer.activations, kernel=kernel_of(site),
                     detail="; ".join(filter(None, [item.detail, words])),
                 )  # fmt: skip
             second = site.many if site is not None else None
             many, words = item.many, why.get(item.site + MANY)
-            left_open = many is not None and many.activations == AUTO_ACTIVATIONS
+            left_open = many is not None and many.activations == INT8_AUTO
             if many is not None and second is not None and second.integer and left_open:
                 told = item.detail.replace(str(many.kernel), kernel_of(second))
                 kind = second.integer.activations
@@ -249,6 +251,26 @@ def _owned(decisions: list[Decision]) -> Iterator[Decision]:
             continue
         heir = heirs.setdefault((item.shared_with, item.format), item.site)
         yield dataclasses.replace(item, shared_with=None if heir == item.site else heir)
+
+
+def _half_converted(before: Sequence[Decision], after: Sequence[Decision]) -> Iterator[Decision]:
+    """`after`, saying whose weight a site reads too that goes back to float."""
+    pairs = list(zip(before, after, strict=True))
+    readers = {
+        old.shared_with or old.site: new.site
+        for old, new in pairs
+        if old.quantized and not new.quantized
+    }
+    for old, new in pairs:
+        reader = readers.get(old.shared_with or old.site)
+        stays = reader is not None and new.quantized and new.solver != ADOPTED
+        yield half_converted(new, str(reader), new.float_bytes) if stays else new
+
+
+def half_converted(decision: Decision, reader: str, size: int) -> Decision:
+    """The decision, saying that the float weight stays beside the packed one: `size` bytes."""
+    detail = f"{reader} reads the float weight: {size / 1e6:.1f} MB stay in the file"
+    return dataclasses.replace(decision, reason="HALF_CONVERTED", detail=detail)
 
 
 def _for_many(item: Decision) -> Decision:

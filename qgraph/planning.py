@@ -84,7 +84,7 @@ class _Planner:
         self.recipe, self.chosen, self.rounded = recipe, chosen, rounded
         self.capabilities = capabilities
         self.layers = layer_count(sites)
-        self.default = wanted_format(recipe, capabilities.target)
+        self.default = wanted_format(recipe, capabilities.traits)
         self.embedding = embedding_format(recipe)
         self.keys = weight_keys(sites)
         self.adopted = {s.name: adopt(s) for s in sites if s.weight and s.state in _QUANTIZED}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,10 @@ from qgraph.capabilities import Capabilities
 from qgraph.errors import InputError
 from qgraph.gate import require_coverage
 from qgraph.graph import Graph
-from qgraph.lowering import pass_of
+from qgraph.lowering import Lowering, pass_of
 from qgraph.plan import QuantPlan
 from qgraph.planning import make_plan
+from qgraph.report import Report
 from qgraph.run_notes import elsewhere, lacking, plan_notes
 from qgraph.run_request import Destination, Request
 from qgraph.run_stages import RunStages
@@ -69,6 +71,10 @@ class Preparation:
         self.lacks = lacking(plan) if request.data is None else ""
         if self.lacks and not request.dry_run:
             raise InputError(self.lacks)
+        recipe = request.recipe
+        late = bool(recipe.kv_cache) or recipe.add_cache or recipe.last_logits
+        if late and request.data is not None and not request.dry_run:
+            self._rehearse(plan)
         if request.recipe.judged:
             if not self.destination.resume:  # what is in the way is told before the long work
                 self._open_work(plan)
@@ -111,6 +117,19 @@ class Preparation:
             self.stages.start("resume")
             self.stages.progress.finish(self.work.found)
 
+    def _rehearse(self, plan: QuantPlan) -> None:
+        """Go through the passes once without data, which takes long: what they refuse is told now.
+
+        Raises:
+            InputError: the graph cannot have the cache that is asked for.
+        """
+        self.stages.start("rehearsal")
+        request = dataclasses.replace(self.request, dry_run=True)
+        trial = Lowering(request, self.capabilities, Report({}))
+        trial.lower(self.graph, plan.solved_by("rtn"))
+        cache = request.recipe.kv_cache
+        self.stages.progress.finish(f"can keep its cache in {cache}" if cache else "")
+
     def _judged(self, sites: Sequence[Site], plan: QuantPlan) -> QuantPlan:
         """Hold samples out, and choose a format for each weight where there is a budget."""
         from qgraph.budgeting import Judge
@@ -149,8 +168,7 @@ class Preparation:
         request = self.request
         assert request.data is not None
         self.stages.start("calibration data")
-        model = self.graph.source if self.graph.source is not None else self.graph.model
-        found = request.data.load(request.runtime, model, self.stages.progress)
+        found = request.data.load(request.runtime, self.graph.origin, self.stages.progress)
         self.notes += found.notes
         self.stages.progress.finish(f"{found.tokens} tokens")
         return found

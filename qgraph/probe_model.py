@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from qgraph.block_sums import BlockSums
+from qgraph.constants import constant_value, from_bytes
 from qgraph.formats.base import Array, Part
 from qgraph.integer_sites import IntegerProduct
 from qgraph.probe import Probe, dequantized_rows, given_bias, x_type
+from qgraph.site import QGRAPH_DOMAIN
 from qgraph.stored_weight import read_bytes
 
 
@@ -59,7 +60,7 @@ def one_site_model(probe: Probe, model: ir.Model) -> bytes:
         [x] if x is not None else [], [y], nodes=nodes, initializers=initializers,
         opset_imports=dict(model.opset_imports), name="check",
     )  # fmt: skip
-    functions = list(model.functions.values()) if probe.node.domain == "qgraph" else []
+    functions = list(model.functions.values()) if probe.node.domain == QGRAPH_DOMAIN else []
     one = ir.Model(graph, ir_version=model.ir_version, functions=functions)
     return bytes(ir.to_proto(one).SerializeToString())
 
@@ -71,7 +72,9 @@ def _given(probe: Probe, index: int, value: ir.Value) -> ir.Value:
     if index in probe.positions:
         return _stored(probe, probe.positions[index])
     assert value.const_value is not None
-    return _value(f"constant_{index}", probe.constants.get(value.name or "", value.const_value))
+    return constant_value(
+        f"constant_{index}", probe.constants.get(value.name or "", value.const_value)
+    )
 
 
 def _add_sums(
@@ -81,6 +84,9 @@ def _add_sums(
     activation = probe.node.inputs[0]
     assert activation is not None
     known = {activation: x, probe.node.outputs[0]: nodes[-1].outputs[0]}
+    first = sums.sums[0].inputs[0]
+    if first is not None:  # the activation, or what was cast to it
+        known[first] = x
     known[sums.minimums] = _stored(probe, "minimums")
     initializers.append(known[sums.minimums])
     _add_copies((*sums.sums, *sums.added), known, probe, nodes, initializers)
@@ -114,7 +120,7 @@ def _add_copies(
         for value in node.inputs:
             if value is not None and value not in known and value.const_value is not None:
                 stored = probe.constants.get(value.name or "", value.const_value)
-                known[value] = _value(f"constant_{len(initializers)}", stored)
+                known[value] = constant_value(f"constant_{len(initializers)}", stored)
                 initializers.append(known[value])
         inputs = [None if value is None else known[value] for value in node.inputs]
         copy = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()))
@@ -139,19 +145,9 @@ def _stored(probe: Probe, part: Part) -> ir.Value:
         )  # fmt: skip
     else:
         raw = read_bytes(stored, 0, length).tobytes()
-        proto = onnx.TensorProto(name=part, data_type=stored.dtype.value, dims=shape, raw_data=raw)
-        tensor = ir.serde.TensorProtoTensor(proto)
-    return _value(part, tensor)
+        tensor = from_bytes(raw, stored.dtype, shape, part)
+    return constant_value(part, tensor)
 
 
 def _constant(name: str, array: Array) -> ir.Value:
-    return _value(name, ir.tensor(array, name=name))
-
-
-def _value(name: str, tensor: ir.TensorProtocol) -> ir.Value:
-    return ir.Value(
-        name=name,
-        shape=ir.Shape(tensor.shape.numpy()),
-        type=ir.TensorType(tensor.dtype),
-        const_value=tensor,
-    )
+    return constant_value(name, ir.tensor(array, name=name))

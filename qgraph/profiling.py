@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import onnx_ir as ir
-
 from qgraph.explanation import Explanation, LevelProof
+from qgraph.formats.base import Array
 from qgraph.graph import Graph
 from qgraph.run_profile import Profile, ProfileRow, RunOf
 from qgraph.site_nodes import SiteNodes
@@ -30,13 +28,17 @@ def measured(
     """`explanation` of `graph` with the profile of a real run, and the proof of int8 compute.
 
     rows: of its inputs, see `axis_of`; None for those of `Runtime.synthesize`.
-    against: another graph with the same inputs, whose sites are timed too.
+    against: another graph, whose sites are timed too: on the same inputs where it takes them. Its
+        cache may be of another type, or it has none.
     """
-    feeds, rows = runtime.rows_of(_source(graph), rows)
+    asked = rows
+    feeds, rows = runtime.rows_of(graph.origin, asked)
     shapes = {name: tuple(array.shape) for name, array in feeds.items()}
     run = RunOf(shapes, rows, PROFILE_RUNS)
     if against is not None:
-        other = Profile(_profiled(against, runtime, feeds))
+        own, _ = runtime.rows_of(against.origin, asked)
+        shared = {name: _same(feeds.get(name), array) for name, array in own.items()}
+        other = Profile(_profiled(against, runtime, shared))
         run = dataclasses.replace(
             run, against=against.title, against_us=other.total, against_times=other.times
         )
@@ -53,11 +55,17 @@ def measured(
     return dataclasses.replace(explanation, source="run", profile=profile, proofs=tuple(proofs))
 
 
+def _same(given: Array | None, own: Array) -> Array:
+    """What the other graph is given, where this one takes it."""
+    taken = given is not None and (given.dtype, given.shape) == (own.dtype, own.shape)
+    return given if given is not None and taken else own
+
+
 def _profiled(graph: Graph, runtime: Runtime, feeds: Feeds) -> tuple[ProfileRow, ...]:
     """Every node that ran, with the sites that it stands for."""
     owners = SiteNodes(graph.model, graph.sites())
     rows = []
-    for item in runtime.profile(_source(graph), feeds, runs=PROFILE_RUNS):
+    for item in runtime.profile(graph.origin, feeds, runs=PROFILE_RUNS):
         op = f"{item.domain}::{item.op}" if item.domain else item.op
         owner = owners.of(item.node)
         rows.append(
@@ -66,7 +74,3 @@ def _profiled(graph: Graph, runtime: Runtime, feeds: Feeds) -> tuple[ProfileRow,
             )
         )
     return tuple(rows)
-
-
-def _source(graph: Graph) -> Path | ir.Model:
-    return graph.source if graph.source is not None else graph.model

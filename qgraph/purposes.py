@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
+from qgraph.activation_kinds import INT8, INT8_AUTO, INT8_ROW
 from qgraph.adopted import ADOPTED
 from qgraph.capabilities import Capabilities
 from qgraph.coverage import LINEAR_ROLES
 from qgraph.formats.base import parse
 from qgraph.plan import IMPORTED, KEPT, Decision, Many, QuantPlan
 from qgraph.planning import make_plan
-from qgraph.recipe import AUTO_ACTIVATIONS, FLOAT, Recipe
+from qgraph.recipe import FLOAT, Recipe
 from qgraph.rounded_activations import OF_INTEGER_KERNELS
 from qgraph.sites import Site
 from qgraph.tune_table import Candidate, Measured, Table
@@ -52,7 +53,7 @@ def candidates_of(
     plan, free = _base(sites, recipe, capabilities)
     groups = [f"{name}:group={group}" for name in ("uint4", _EIGHT_BITS) for group in GROUPS]
     asked = sorted({str(plan[site.name].format) for site in free})
-    integer = [Candidate(OF_INTEGER_KERNELS, kind) for kind in ("int8", timed_as(recipe))]
+    integer = [Candidate(OF_INTEGER_KERNELS, kind) for kind in (INT8, timed_as(recipe))]
     packed = [Candidate(each) for each in (*groups, *asked)]
     return list(dict.fromkeys([_FLOAT, *packed, *integer]))
 
@@ -70,23 +71,19 @@ def _base(
     sites: Sequence[Site], recipe: Recipe, capabilities: Capabilities
 ) -> tuple[QuantPlan, list[Site]]:
     """The plan without a purpose, and the sites whose format is this module's to choose."""
-    plan = make_plan(sites, _plain(recipe), capabilities)
+    plan = make_plan(sites, dataclasses.replace(recipe, activations=FLOAT), capabilities)
     return plan, [site for site in sites if _is_free(plan.of(site.name), site)]
-
-
-def _plain(recipe: Recipe) -> Recipe:
-    return dataclasses.replace(recipe, activations=FLOAT)
 
 
 def rounded_by(recipe: Recipe) -> str:
     """How the activations of integer kernels are rounded."""
-    return AUTO_ACTIVATIONS if recipe.activations == FLOAT else recipe.activations
+    return INT8_AUTO if recipe.activations == FLOAT else recipe.activations
 
 
 def timed_as(recipe: Recipe) -> str:
     """What stands for it where kernels are measured: no scales are slower than those of rows."""
     kind = rounded_by(recipe)
-    return "int8-row" if kind == AUTO_ACTIVATIONS else kind
+    return INT8_ROW if kind == INT8_AUTO else kind
 
 
 def dtype_name(site: Site) -> str:
@@ -108,7 +105,7 @@ def plan_for(
     Raises:
         InputError: see `make_plan`.
     """
-    plain = _plain(recipe)
+    plain = dataclasses.replace(recipe, activations=FLOAT)
     base, free = _base(sites, recipe, capabilities)
     names = [site.name for site in free]
     integer = make_plan(

@@ -25,12 +25,11 @@ from qgraph.checkpoints.base import (
 from qgraph.checkpoints.expert_stacks import WANTED, ExpertStack, stack_of
 from qgraph.checkpoints.layouts import layout_called
 from qgraph.checkpoints.opening import FLOAT, open_checkpoint
-from qgraph.constants import same_file
 from qgraph.errors import CoverageError, InputError, MissingExtra
 from qgraph.formats.base import Array, Format, QuantizedWeight, parse
 from qgraph.kernel_choice import dividing_group
 from qgraph.lost_weights import WIDER, coarse_notes
-from qgraph.out_file import require_new
+from qgraph.out_file import require_new, same_file
 from qgraph.passes.solver import Problem, Ranges
 from qgraph.progress import Progress, Silent
 from qgraph.registry import did_you_mean
@@ -177,10 +176,11 @@ def quantize_checkpoint(
     """
     steps = progress or Silent()
     ranges = _ranges(solver)
-    require_new(Path(output), in_folder=layout == "gguf")
+    require_new(Path(output), in_folder=layout == "gguf")  # before a large input is opened
     opened = open_checkpoint(checkpoint)
     layout = layout or ("gguf" if opened.layout == "gguf" else "compressed-tensors")
     target = layout_called(layout, gguf_type)
+    require_new(Path(output), in_folder=target.one_file)
     _check(opened, Path(output), layout)
     _check_patterns(include, list(opened.floats))
     _check_patterns(exclude, list(opened.floats))
@@ -192,17 +192,7 @@ def quantize_checkpoint(
         raise InputError(f"{ranges.left_out(fmt)}: take --solver rtn, or a format with groups")
     entries = []
     for tensor in chosen:
-        stored = target.scale_dtype(tensor.dtype)
-        source = TensorSource(tensor, fmt, stored)
-        if ranges is not None:
-            source = SolvedTensorSource(tensor, fmt, stored, ranges)
-        stack = tensor if isinstance(tensor, ExpertStack) else None
-        entry = SourceEntry.of(
-            source,
-            tensor.name,
-            experts=stack and stack.experts,
-            bias=stack and stack.bias,
-        )
+        entry = _entry(tensor, fmt, target.scale_dtype(tensor.dtype), ranges)
         reason = target.can_write(entry)
         if reason is None:
             entries.append(entry)
@@ -223,6 +213,19 @@ def quantize_checkpoint(
     coarse = coarse_notes([entry.coarse for entry in entries], WIDER)
     warnings = (*opened.warnings, *target.notes(entries), *coarse)
     return Quantized(Path(output), tuple(files), layout, tuple(entries), tuple(kept), warnings)
+
+
+def _entry(
+    tensor: FloatTensor, fmt: Format, scale_dtype: ir.DataType, ranges: Ranges | None
+) -> SourceEntry:
+    """A weight that is quantized as its rows are read."""
+    source = TensorSource(tensor, fmt, scale_dtype)
+    if ranges is not None:
+        source = SolvedTensorSource(tensor, fmt, scale_dtype, ranges)
+    stack = tensor if isinstance(tensor, ExpertStack) else None
+    return SourceEntry.of(
+        source, tensor.name, experts=stack and stack.experts, bias=stack and stack.bias
+    )
 
 
 def _beside(opened: Checkpoint, layout: str, like: str | os.PathLike[str] | None) -> Path | None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from qgraph.activation_kinds import FP8_KINDS, INT8, INT8_AUTO, INT8_ROW, INT8_STATIC
 from qgraph.errors import InputError
 from qgraph.ort_versions import parse_version
 from qgraph.pass_options import converted
@@ -19,9 +20,7 @@ LEVELS = ("auto", "0", "4")
 CALIBRATIONS = ("sequential", "parallel")
 UNFUSED = ("auto", "float", "portable")
 PREFERENCES = ("speed", "size")
-FP8_ACTIVATIONS = ("fp8", "fp8-token")
-AUTO_ACTIVATIONS = "int8-auto"
-ACTIVATIONS = (FLOAT, "int8", "int8-row", "int8-static", AUTO_ACTIVATIONS, *FP8_ACTIVATIONS)
+ACTIVATIONS = (FLOAT, INT8, INT8_ROW, INT8_STATIC, INT8_AUTO, *FP8_KINDS)
 """What linears multiply: floats, or bytes that the graph rounds them to."""
 CANDIDATES = (
     "uint2:group=32", "uint4:group=256", "uint4:group=128", "int4:group=64,scale=signed",
@@ -117,6 +116,8 @@ class Recipe:
         it has read, past_key_values and present; its attention must have been fused.
     kv_cache: how the cache of fused attention stores keys and values: `int8`, `int4`, `fp8`, also
         `int8:scale=tensor` (see `qgraph.formats.kv_cache`). Empty: floats, as they are.
+    last_logits: a decoder gives the logits of the last token of each row alone, [B, 1, V]: text is
+        made by no others, and rows must then not be padded behind their tokens.
     min_elements: smaller weights stay as they are.
     target_bits, max_size, mixed: a budget, by which each weight gets a format of its own: bits a
         weight over all linears, scales included; bytes of the file (in TOML also "90MB"); or
@@ -146,6 +147,7 @@ class Recipe:
     fuse: bool = True
     add_cache: bool = False
     kv_cache: str = ""
+    last_logits: bool = False
     min_elements: int = 1024
     target_bits: float | None = None
     max_size: int | None = None
@@ -240,13 +242,13 @@ class Recipe:
         if self.outliers < 0:
             raise InputError(f"outliers {self.outliers}: wanted 0 or more input columns")
         if self.purpose in ("prefill", "both") and not rounded:
-            rounded = {"int8-row"}  # where it is faster
+            rounded = {INT8_ROW}  # where it is faster
         if self.outliers and not rounded:
             raise InputError(
                 f"--outliers {self.outliers} keeps columns of rounded activations in float, and "
                 "these are all floats: add --activations int8-row, or leave it out"
             )
-        if self.outliers and not rounded.difference(FP8_ACTIVATIONS):
+        if self.outliers and not rounded.difference(FP8_KINDS):
             raise InputError(
                 f"--outliers {self.outliers} and activations {min(rounded)} contradict each other: "
                 "columns stay in float beside int8 activations only; give one of them"
@@ -277,7 +279,7 @@ class Recipe:
                 f"{asked} and --accuracy-level 0 contradict each other: kernels are fast with int8 "
                 "activations; give one of them"
             )
-        if self.activations in FP8_ACTIVATIONS:
+        if self.activations in FP8_KINDS:
             raise InputError(
                 f"{asked} and --activations {self.activations} contradict each other: no CPU has "
                 "kernels of FP8 to choose from; give one of them"

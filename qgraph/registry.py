@@ -65,6 +65,8 @@ _ENTRIES: dict[Kind, dict[str, str]] = {
         "fuse_transformer": "qgraph.passes.fuse_transformer:FuseTransformer",
         "add_cache": "qgraph.passes.add_cache:AddCache",
         "quantize_cache": "qgraph.passes.quantize_cache:QuantizeCache",
+        "last_logits": "qgraph.passes.last_logits:LastLogits",
+        "widen_products": "qgraph.passes.widen_products:WidenProducts",
         "cleanup": "qgraph.passes.cleanup:Cleanup",
     },
     "checkpoint": {

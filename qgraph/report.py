@@ -66,7 +66,7 @@ _REASONS = (
         "NEEDS_NEWER_RUNTIME",
         "the kernel, or the fused op, is newer than the oldest ONNX Runtime that has to run the "
         "result: the installed one, or the one of --min-runtime",
-        "a newer --min-runtime, or another format of the weight",
+        "a newer --min-runtime; for a weight also what the detail names",
     ),
     Reason("EXCLUDED", "an option or the recipe keeps it in float", "change what the detail names"),
     Reason(
@@ -113,7 +113,8 @@ _REASONS = (
     Reason(
         "LEVEL_FAILED_CHECK",
         "int8 activations (accuracy level 4) missed their error bound here",
-        "nothing to do: the next kernel was taken; --accuracy-level 0 avoids level 4 everywhere",
+        "nothing to do: the next kernel was taken, or floats where there is none; "
+        "--accuracy-level 0 avoids level 4 everywhere, and 4 keeps it",
     ),
     Reason(
         "KERNEL_FAILED_CHECK",

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.constants import constant_value
 from qgraph.errors import GraphError
 from qgraph.scopes import scopes
 
@@ -33,12 +34,7 @@ class Rewriter:
 
     def initializer(self, base: str, tensor: ir.TensorProtocol) -> ir.Value:
         """A new constant of the main graph, visible in every body."""
-        value = ir.Value(
-            name=self.unique(base),
-            shape=ir.Shape(tensor.shape.numpy()),
-            type=ir.TensorType(tensor.dtype),
-            const_value=tensor,
-        )
+        value = constant_value(self.unique(base), tensor)
         tensor.name = value.name
         self.model.graph.initializers.add(value)
         return value
@@ -54,10 +50,8 @@ class Rewriter:
             if node.op_type != "Constant" or node.domain or attribute is None:
                 continue
             tensor, output = attribute.as_tensor(), node.outputs[0]
-            name, shape = output.name, ir.Shape(tensor.shape.numpy())
-            value = ir.Value(name=name, shape=shape, type=ir.TensorType(tensor.dtype))
-            value.const_value = tensor
-            tensor.name = name
+            tensor.name = output.name
+            value = constant_value(output.name or "", tensor)
             output.replace_all_uses_with(value)
             scope.remove(node, safe=True)
             scope.register_initializer(value)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from qgraph.activation_kinds import FP8, FP8_KINDS, FP8_TOKEN
 from qgraph.errors import InputError
 from qgraph.formats.base import Format, Layout, parse
-from qgraph.recipe import FP8_ACTIVATIONS
 
 OF_INTEGER_KERNELS = "int8-pairs"
 """The weights that are multiplied with activations rounded to integers where no others are asked
@@ -14,8 +14,8 @@ for: those that the fastest kernels of every processor multiply exactly."""
 OF_FP8 = "fp8-e4m3"
 """Those that are multiplied with FP8 activations."""
 FP8_WORDS = {
-    "fp8": "activations in FP8, one scale from calibration",
-    "fp8-token": "activations in FP8, one scale for each token",
+    FP8: "activations in FP8, one scale from calibration",
+    FP8_TOKEN: "activations in FP8, one scale for each token",
 }
 """What the plan says of them."""
 
@@ -30,12 +30,12 @@ def reads_rows(fmt: Format) -> bool:
 
 def weights_of(activations: str) -> Format:
     """The weights that are multiplied with rounded activations."""
-    return parse(OF_FP8 if activations in FP8_ACTIVATIONS else OF_INTEGER_KERNELS)
+    return parse(OF_FP8 if activations in FP8_KINDS else OF_INTEGER_KERNELS)
 
 
 def are_multiplied(fmt: Format, activations: str) -> bool:
     """Whether weights in `fmt` are multiplied with activations that are rounded so."""
-    if activations in FP8_ACTIVATIONS:
+    if activations in FP8_KINDS:
         return fmt.numbers == weights_of(activations).numbers
     return reads_rows(fmt)
 

@@ -1,12 +1,10 @@
-"""What a run of `optimize` says and measures beside its work: notes, metadata, sizes, reports."""
+"""What a run of `optimize` says and measures beside its work: notes, sizes, reports."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import resource
-import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,19 +12,27 @@ from typing import Any
 
 import onnx_ir as ir
 
+from qgraph.activation_kinds import STATIC_KINDS
 from qgraph.adopted import ADOPTED
-from qgraph.constants import FLOATS, same_file
+from qgraph.capabilities import INTEGERS
+from qgraph.constants import FLOATS
 from qgraph.coverage import LINEAR_ROLES, NOT_COUNTED
 from qgraph.errors import InputError
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
-from qgraph.kernel_choice import FOLDING_ENTRY
-from qgraph.out_file import why_unwritable, write_file
+from qgraph.kernel_choice import FOLDING_ENTRY, dividing_group
+from qgraph.machine import peak_rss
+from qgraph.out_file import same_file, why_unwritable, write_file
 from qgraph.plan import IMPORTED, KEPT, UNSOLVED, Decision, QuantPlan
 from qgraph.recipe import FLOAT
 from qgraph.saved_file import check_output
 from qgraph.sites import Site
 from qgraph.solver_names import without_data
+from qgraph.traits import traits_of
+
+TOKENS_A_CHANNEL = 4
+"""Of independent noise, GPTQ on as many tokens as K channels loses half as much again as rounding
+on other tokens, and on four times as many less than a tenth."""
 
 
 def check_paths(
@@ -38,7 +44,7 @@ def check_paths(
     if report is None:
         return
     protect = [*inputs, *([output] if output is not None else [])]
-    if any(path.resolve() == report.resolve() or same_file(path, report) for path in protect):
+    if any(same_file(path, report) for path in protect):
         raise InputError(f"report {report} would overwrite a model: choose another path")
     check_report(report)
 
@@ -99,6 +105,7 @@ def plan_notes(plan: QuantPlan) -> list[str]:
             "--embedding uint4 has it all the same"
         )
     notes += _in_blocks(packed)
+    notes += _padded([item for item in chosen if item.solver not in (ADOPTED, KEPT)])
     notes += _second_weights(plan)
     kept = sum(item.solver == KEPT for item in plan.decisions)
     if kept:
@@ -106,7 +113,15 @@ def plan_notes(plan: QuantPlan) -> list[str]:
     notes += _adopted(plan)
     if plan.recipe.dequantize_at_load:
         notes.append(_at_load(plan))
-    if plan.target == "qdq" and plan.recipe.accuracy_level != "auto":
+    portable = traits_of(plan.target).spells_qdq
+    formats = [parse(str(item.format)) for item in chosen if item.role != "embedding"]
+    if portable and any(fmt.numbers in INTEGERS and fmt.group for fmt in formats):
+        notes.append(
+            "for ONNX Runtime alone --target ort-cpu is the better file: of Q/DQ in blocks of 4 or "
+            "8 bits it makes the same kernels each time that it loads it, in five times the time "
+            "and twice the memory"
+        )
+    if portable and plan.recipe.accuracy_level != "auto":
         notes.append(
             "the accuracy level is the runtime's choice in a Q/DQ graph: ONNX Runtime takes it "
             "from the session entry session.qdq_matmulnbits_accuracy_level"
@@ -146,6 +161,24 @@ def _in_blocks(packed: Sequence[Decision]) -> list[str]:
     ]
 
 
+def _padded(chosen: Sequence[Decision]) -> list[str]:
+    """That rows end in a group that is not full, which kernels store as if it were."""
+    rows: dict[tuple[int, int], list[str]] = {}
+    for item in chosen:
+        fmt = parse(str(item.format))
+        if fmt.numbers in INTEGERS and fmt.group and item.k % fmt.group:
+            rows.setdefault((item.k, fmt.group), []).append(item.site)
+    if not rows:
+        return []
+    words = []
+    for (k, group), sites in rows.items():
+        more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
+        better = dividing_group(k, group)
+        divides = f"; {better} would divide it" if better != group else ""
+        words.append(f"K = {k} in groups of {group} ({sites[0]}{more}{divides})")
+    return [f"rows are padded to whole groups, which takes space: {', '.join(words)}"]
+
+
 def _second_weights(plan: QuantPlan) -> list[str]:
     """What all second weights take together."""
     many = [item.many for item in plan.decisions if item.many is not None]
@@ -169,7 +202,7 @@ def _at_load(plan: QuantPlan) -> str:
     ]
     size = sum(item.float_bytes for item in linears) / 1e6
     words = f"{len(linears)} linears become floats when the model is loaded: {size:.1f} MB"
-    if plan.target != "qdq":
+    if not traits_of(plan.target).spells_qdq:
         return f"{words} of memory, and the speed of float"
     return f"{words} of memory, where the session entry {FOLDING_ENTRY} is set; else at each call"
 
@@ -177,7 +210,7 @@ def _at_load(plan: QuantPlan) -> str:
 def lacking(plan: QuantPlan) -> str:
     """Why a plan cannot be carried out without calibration data; "" where it can."""
     for item in plan.everywhere:
-        static = item.activations in ("int8-static", "fp8")
+        static = item.activations in STATIC_KINDS
         if static or item.outliers:
             option = f"--activations {item.activations}" if static else "--outliers"
             what = "a static range for" if static else "which columns are outliers of"
@@ -215,26 +248,34 @@ def elsewhere(graph: Graph, sites: Sequence[Site]) -> list[str]:
     return [f"weights outside linears and embeddings stay as they are: {words}"]
 
 
-def entry(item: Decision, error: float | None) -> dict[str, Any]:
-    """What the model's metadata says of one site."""
-    found: dict[str, Any] = {
-        "weight": item.weight,
-        "role": item.role,
-        "op": item.op,
-        "module": item.module,
-        "n": item.n,
-        "k": item.k,
-        "format": item.format,
-        "solver": item.solver,
-        "kernel": item.kernel,
-        "activations": item.activations,
-        "outliers": item.outliers or None,
-        "reason": item.reason,
-        "detail": item.detail,
-        "shared_with": item.shared_with,
-        "error": None if error is None else float(f"{error:.4g}"),
+def thin_data_notes(seen: Mapping[str, tuple[int, int]], plan: QuantPlan) -> list[str]:
+    """That solvers worked on few tokens: their errors are small there, and large elsewhere.
+
+    seen: by site, the tokens that it was solved on, and something else.
+    """
+    found = [
+        (seen[item.site][0], item.k, item.site) for item in plan.decisions if item.site in seen
+    ]
+    thin = [each for each in found if 0 < each[0] < TOKENS_A_CHANNEL * each[1]]
+    if not thin:
+        return []
+    tokens, k, site = min(thin, key=lambda each: each[0] / each[1])
+    return [
+        f"calibration: {len(thin)} linears were solved on fewer than {TOKENS_A_CHANNEL} tokens for "
+        f"each input channel, at worst {tokens} for K = {k} ({site}): solvers learn so few by "
+        "heart, and other text can lose more than with rounding; give more --samples, or longer "
+        "ones (--sequence)"
+    ]
+
+
+def version_notes(before: ir.Model, after: ir.Model) -> list[str]:
+    """That a model has another opset or IR version than it came with, which a kernel takes."""
+    pairs = {
+        "opset": (before.opset_imports.get("", 1), after.opset_imports.get("", 1)),
+        "IR version": (before.ir_version, after.ir_version),
     }
-    return {key: value for key, value in found.items() if value not in (None, "")}
+    words = [f"{what} from {old} to {new}" for what, (old, new) in pairs.items() if old != new]
+    return [f"raised: {', '.join(words)}, for the kernels above"] if words else []
 
 
 def stored_bytes(model: ir.Model) -> int:
@@ -245,21 +286,6 @@ def stored_bytes(model: ir.Model) -> int:
             if value.const_value is not None:
                 seen[id(value.const_value)] = value.const_value.nbytes
     return sum(seen.values())
-
-
-def peak_rss() -> int:
-    """The process's peak resident set so far, in bytes.
-
-    Linux's `ru_maxrss` starts at what the parent had when it started this process; VmHWM does not.
-    """
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        found = [line for line in status.splitlines() if line.startswith("VmHWM:")]
-        return int(found[0].split()[1]) * 1024
-    except (OSError, IndexError, ValueError):
-        pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def write_report(path: Path, content: Mapping[str, Any], files: Sequence[Path] = ()) -> None:

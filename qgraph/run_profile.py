@@ -35,6 +35,10 @@ class Part:
     microseconds: float
 
 
+_INPUTS_NAMED = 4
+"""Inputs of a run that its line names; JSON has them all."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RunOf:
     """What a profile was measured on, and beside.
@@ -56,7 +60,10 @@ class RunOf:
         """In words: `16 rows (input_ids 1×16)`."""
         rows = "" if self.rows is None else f"{self.rows} row{'s' * (self.rows != 1)} "
         sizes = {name: "×".join(map(str, dims)) for name, dims in self.shapes.items()}
-        return f"{rows}({', '.join(f'{name} {size}'.rstrip() for name, size in sizes.items())})"
+        words = [f"{name} {size}".rstrip() for name, size in sizes.items()]
+        if len(words) > _INPUTS_NAMED + 1:  # a decoder's cache has two a layer
+            words[_INPUTS_NAMED:] = [f"{len(words) - _INPUTS_NAMED} more inputs"]
+        return f"{rows}({', '.join(words)})"
 
     @property
     def line(self) -> str:

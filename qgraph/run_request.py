@@ -18,6 +18,9 @@ from qgraph.recipe import Recipe
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
 
+BLOCKS = (64, 512)
+"""Samples of calibration data, and tokens of one of a text, where nothing else is asked for."""
+
 
 @dataclasses.dataclass(eq=False)
 class Request:
@@ -43,7 +46,7 @@ class Request:
     check: bool
     dry_run: bool = False
     data: CalibrationData | None = None
-    blocks: tuple[int, int] = (64, 512)
+    blocks: tuple[int, int] = BLOCKS
     imported: Mapping[str, CheckpointSource] | None = None
     tune: bool = False
     origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
+from qgraph.decoder_head import logits_notes
+from qgraph.expert_sites import GATHERED
 from qgraph.fused_ops import fusion_rows, summary, to_metadata
+from qgraph.graph import Graph
+from qgraph.idle_options import idle_notes
+from qgraph.model_metadata import read_metadata, site_entries, write_metadata
 from qgraph.outcomes import (
     INPUTS_SCALED,
     ROWS_ORDERED,
     ROWS_SCALED,
     Result,
     as_solved,
+    carry,
     merged_sites,
     metadata,
 )
 from qgraph.plan import QuantPlan
-from qgraph.run_notes import plan_totals, stored_bytes, write_report
+from qgraph.run_notes import (
+    plan_totals,
+    stored_bytes,
+    thin_data_notes,
+    version_notes,
+    write_report,
+)
 from qgraph.runtime_needs import needs_for
-from qgraph.saved_file import METADATA_KEY
+from qgraph.site import PACKED
 
 if TYPE_CHECKING:
     from qgraph.lowering import Lowering
@@ -30,7 +41,7 @@ if TYPE_CHECKING:
     from qgraph.preparing import Preparation
 
 
-def describe(
+def note_decisions(
     model: ir.Model, plan: QuantPlan, errors: Mapping[str, float | None], lowering: Lowering
 ) -> None:
     """Write the decisions into the metadata of a lowered model.
@@ -47,6 +58,7 @@ def describe(
     merged = found.merged
     errors = {**errors, **{each: errors.get(name) for name in merged for each in merged[name]}}
     content = metadata(plan, request.recipe, errors, marks) | dict(request.origin)
+    carry(content["sites"], site_entries(read_metadata(model)))
     content["sites"] |= merged_sites(plan, errors, merged)
     if fusions := fusion_rows(lowering.report.steps):
         content["fusions"] = to_metadata(fusions)
@@ -54,7 +66,7 @@ def describe(
         content["kv_cache"] = found.cache.to_json()
     if lowering.calibration is not None:
         content["calibration"] = list(lowering.calibration.sources)
-    model.metadata_props[METADATA_KEY] = json.dumps(content, separators=(",", ":"))
+    write_metadata(model, content)
 
 
 def result(
@@ -76,6 +88,12 @@ def result(
     after = sum(path.stat().st_size for path in files) or stored_bytes(model)
     predicted = prepared.prediction.to_json() if prepared.prediction is not None else None
     told = _told(model, prepared, lowering)
+    notes = lowering.report.notes
+    if GATHERED in notes and _experts_are_packed(made.graph):
+        notes.remove(GATHERED)
+    lowering.report.notes.extend(thin_data_notes(found.statistics, made.plan))
+    lowering.report.notes.extend(version_notes(prepared.graph.model, model))
+    lowering.report.notes.extend(idle_notes(request, made.plan, lowering.report.steps))
     lowering.report.totals = {
         **plan_totals(plan, files),
         "bytes_before": before,
@@ -92,6 +110,11 @@ def result(
     return Result(
         made.graph, plan, lowering.report, files, line, prepared.prediction, prepared.lacks
     )
+
+
+def _experts_are_packed(graph: Graph) -> bool:
+    """Whether a graph gathers no experts as floats any more."""
+    return all(site.state in PACKED for site in graph.sites() if site.role == "experts")
 
 
 def _told(model: ir.Model, prepared: Preparation, lowering: Lowering) -> dict[str, Any]:
@@ -111,6 +134,8 @@ def _told(model: ir.Model, prepared: Preparation, lowering: Lowering) -> dict[st
     if found.cache is not None:
         totals["kv_cache"] = found.cache.to_json()
         notes.append(found.cache.line)
+    if request.recipe.last_logits:
+        notes.extend(logits_notes(model))
     if prepared.judge is not None:
         totals["budget"] = prepared.judge.to_json()
         notes.append(prepared.judge.line)

@@ -13,24 +13,24 @@ from qgraph.errors import InputError
 from qgraph.ort_versions import (
     NEWEST,
     OLDEST,
+    ONNX,
     STORED_CACHE,
     WITHOUT_CACHE,
     Version,
     features_of,
     ir_since,
+    newest_opset,
     opset_since,
     parse_version,
     spell,
 )
 from qgraph.scopes import nodes
+from qgraph.site import CONTRIB
+from qgraph.traits import targets_with, traits_of
 
 if TYPE_CHECKING:
     from qgraph.capabilities import Capabilities
     from qgraph.recipe import Recipe
-
-MICROSOFT = "com.microsoft"
-_ONNX = ("", "ai.onnx")
-_TARGETS = ("ort-cpu", "ort-cuda", "qdq")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +113,8 @@ def needs(model: ir.Model) -> Needs:
     untried = Counter(
         f"{node.domain}::{node.op_type}"
         for node in every
-        if node.domain not in (*_ONNX, *own)
-        and (node.domain != MICROSOFT or features_of(node) is None)
+        if node.domain not in (*ONNX, *own)
+        and (node.domain != CONTRIB or features_of(node) is None)
     )
     listed = [Need(*key, count) for key, count in found.items() if key[0] != OLDEST]
     listed.sort(key=lambda need: need.since or (9, 9), reverse=True)
@@ -123,7 +123,7 @@ def needs(model: ir.Model) -> Needs:
 
 def needs_for(target: str, model: ir.Model) -> Needs | None:
     """What a model needs; None for a target that is no ONNX Runtime."""
-    return needs(model) if target in _TARGETS else None
+    return needs(model) if traits_of(target).release_bound else None
 
 
 def late_nodes(made: Iterable[ir.Node], oldest: Version) -> tuple[Version, str] | None:
@@ -133,7 +133,7 @@ def late_nodes(made: Iterable[ir.Node], oldest: Version) -> tuple[Version, str] 
 
 
 def _of_nodes(made: Iterable[ir.Node]) -> list[tuple[Version, str]]:
-    found = (features_of(node) for node in made if node.domain == MICROSOFT)
+    found = (features_of(node) for node in made if node.domain in (*ONNX, CONTRIB))
     return [need for each in found for need in each or ()]
 
 
@@ -145,10 +145,10 @@ def restricted(capabilities: Capabilities, recipe: Recipe) -> Capabilities:
     """
     if not recipe.min_runtime:
         return capabilities
-    if capabilities.target not in _TARGETS:
+    if not capabilities.traits.release_bound:
         raise InputError(
             f"--min-runtime {recipe.min_runtime} is a version of ONNX Runtime, for the targets "
-            f"{', '.join(_TARGETS)}; the target is {capabilities.target}"
+            f"{targets_with(lambda each: each.release_bound)}; the target is {capabilities.target}"
         )
     oldest = parse_version(recipe.min_runtime)
     wanted = (("--kv-cache", recipe.kv_cache, STORED_CACHE, "whose attention reads codes"),
@@ -177,7 +177,12 @@ def require_runtime(model: ir.Model, recipe: Recipe, title: str) -> None:
     first = late[0].since
     words = ", ".join(need.words for need in late)
     there = f"ONNX Runtime {spell(first)}" if first else "no ONNX Runtime that was tried"
+    way_out = "raise it" if first else "leave it out"
+    if not any(need.nodes for need in late):
+        opset = newest_opset(recipe.min_runtime)
+        way_out += (
+            f", or export at opset {opset} or older, as `qgraph capture --opset {opset}` does"
+        )
     raise InputError(
-        f"{title} needs {there}, not --min-runtime {recipe.min_runtime}: {words}; "
-        + ("raise it, or export the model at an older opset" if first else "leave it out")
+        f"{title} needs {there}, not --min-runtime {recipe.min_runtime}: {words}; {way_out}"
     )

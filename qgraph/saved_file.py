@@ -16,8 +16,9 @@ from typing import BinaryIO
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # has no types
 
+from qgraph import varint
 from qgraph.errors import InputError
-from qgraph.out_file import abandoned, why_unwritable
+from qgraph.out_file import abandoned, same_file, why_unwritable
 
 METADATA_KEY = "qgraph"
 OUTDATED = ".outdated"
@@ -56,7 +57,7 @@ def check_output(output: Path, *, force: bool = False, protect: Collection[Path]
     why = why_unwritable(folder)
     if why:
         raise InputError(f"{why}; choose another output")
-    if any(_same_file(output, path) for path in protect):
+    if any(same_file(output, path) for path in protect):
         raise InputError(
             f"the output {output} is a file of the input, which would be lost: "
             "choose another name (-o)"
@@ -137,15 +138,8 @@ def remove_outdated(
 
 def remove_data(path: Path, protect: Collection[Path] = ()) -> None:
     """Remove a data file of ours, unless it is a link or one of `protect`."""
-    if path.is_file() and not path.is_symlink() and not any(_same_file(path, p) for p in protect):
+    if path.is_file() and not path.is_symlink() and not any(same_file(path, p) for p in protect):
         path.unlink()
-
-
-def _same_file(a: Path, b: Path) -> bool:
-    """Whether two paths name one file, links followed; neither needs to exist."""
-    return os.path.realpath(a) == os.path.realpath(b) or (
-        a.exists() and b.exists() and a.samefile(b)
-    )
 
 
 def _fields(file: BinaryIO, number: int) -> Iterator[bytes]:
@@ -168,13 +162,13 @@ def _fields(file: BinaryIO, number: int) -> Iterator[bytes]:
 
 
 def _varint(file: BinaryIO) -> int | None:
-    """A base-128 number, low bits first; None at the end of the file."""
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = file.read(1)
-        if not byte:
-            return None
-        value |= (byte[0] & 0x7F) << shift
-        if byte[0] < 0x80:
-            return value
-    raise EOFError
+    """A number of variable length; None at the end of the file."""
+    data = file.read(varint.LONGEST)
+    if not data:
+        return None
+    try:
+        value, size = varint.decode(data)
+    except ValueError:
+        raise EOFError from None
+    file.seek(size - len(data), os.SEEK_CUR)
+    return value

@@ -19,6 +19,11 @@ def bodies(node: ir.Node) -> tuple[ir.Graph, ...]:
     return found
 
 
+def is_onnx(node: ir.Node, op_type: str) -> bool:
+    """Whether it is that op of ONNX's own, which has the inputs that its schema asks for."""
+    return node.op_type == op_type and not node.domain
+
+
 def scopes(graph: ir.Graph) -> list[ir.Graph]:
     """`graph`, then the bodies in it in the order of their nodes, each followed by its own."""
     found = [graph]

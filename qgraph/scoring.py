@@ -31,6 +31,7 @@ class Scoring:
         self.scores = Divergences(llama_cpp)
         self.outputs = {} if self.logits else self._shared_outputs()
         self.samples, self.tokens = 0, 0
+        self.of_last = False
 
     def _find_logits(self) -> tuple[str, str] | None:
         found = [logits_output(side) for side in self.pair.sides]
@@ -104,7 +105,7 @@ class Scoring:
         logits = [
             side.run(sample)[name] for side, name in zip(self.pair.sides, self.logits, strict=True)
         ]
-        self._check_logits(logits, ids)
+        logits, ids, mask = self._of_tokens(logits, ids, mask)
         for row in range(len(ids)):
             kept = None if mask is None else mask[row]
             self.scores.add(logits[0][row], logits[1][row], ids[row], kept)
@@ -118,6 +119,37 @@ class Scoring:
                 f"token {worst} is outside the models' vocabulary of {self.vocabulary}: "
                 "the tokens belong to another model"
             )
+
+    def _of_tokens(
+        self, logits: list[NDArray[Any]], ids: NDArray[np.int64], mask: NDArray[np.bool_] | None
+    ) -> tuple[list[NDArray[Any]], NDArray[np.int64], NDArray[np.bool_] | None]:
+        """Logits of the same tokens `[rows, T]` of both, these tokens, and which are no padding.
+
+        Where a side gives those of the last token alone, they are the last ones of the other.
+        """
+        last = [array.shape[:-1] == (len(ids), 1) != ids.shape for array in logits]
+        if any(last):
+            self._check_last(self.pair.sides[last.index(True)].title, mask)
+            ids, mask = ids[:, -1:], None
+            logits = [
+                array if is_last else array[:, -1:]
+                for array, is_last in zip(logits, last, strict=True)
+            ]
+        self._check_logits(logits, ids)
+        return logits, ids, mask
+
+    def _check_last(self, title: str, mask: NDArray[np.bool_] | None) -> None:
+        if self.second_half:
+            raise InputError(
+                f"{title} gives the logits of the last token alone, and llama.cpp's scores are of "
+                "predictions of the tokens that follow: leave --llama-cpp out"
+            )
+        if mask is not None and not mask[:, -1].all():
+            raise InputError(
+                f"{title} gives the logits of the last token alone, which is padding in a sample: "
+                "put the padding in front of the tokens"
+            )
+        self.of_last = True
 
     def _check_logits(self, logits: Sequence[NDArray[Any]], ids: NDArray[np.int64]) -> None:
         for side, array in zip(self.pair.sides, logits, strict=True):
@@ -136,6 +168,11 @@ class Scoring:
         """What was found."""
         divergence = self.scores.result() if self.logits is not None else None
         notes = []
+        if divergence is not None and self.of_last:
+            notes.append(
+                "the logits are of the last token of each sample alone: one position a sample is "
+                "scored, and none is predicted; more of them (--samples) say more"
+            )
         if divergence is not None and not math.isfinite(divergence.mean):
             notes.append(
                 "the divergence is not finite: logits are NaN, or the candidate excludes tokens "

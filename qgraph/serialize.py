@@ -9,6 +9,7 @@ from typing import BinaryIO, TypeAlias
 import onnx
 import onnx_ir as ir
 
+from qgraph import varint
 from qgraph.data_file import Extent
 from qgraph.out_file import OutFile
 
@@ -43,7 +44,7 @@ def with_data_inside(model: ir.Model) -> list[Piece]:
         graph += _initializer(tensor)
     proto.ClearField("graph")
     head = proto.SerializeToString(deterministic=True)
-    return [head, _MODEL_GRAPH + _varint(size(graph)), *graph]
+    return [head, _MODEL_GRAPH + varint.encode(size(graph)), *graph]
 
 
 def size(pieces: list[Piece]) -> int:
@@ -77,16 +78,8 @@ def _initializer(tensor: onnx.TensorProto) -> Iterator[Piece]:
     data = Extent(place["offset"], place["length"])
     tensor.ClearField("external_data")
     tensor.ClearField("data_location")
-    head = tensor.SerializeToString(deterministic=True) + _TENSOR_RAW_DATA + _varint(data.length)
-    yield _GRAPH_INITIALIZER + _varint(len(head) + data.length) + head
+    head = (
+        tensor.SerializeToString(deterministic=True) + _TENSOR_RAW_DATA + varint.encode(data.length)
+    )
+    yield _GRAPH_INITIALIZER + varint.encode(len(head) + data.length) + head
     yield data
-
-
-def _varint(value: int) -> bytes:
-    """Base-128, low bits first."""
-    data = bytearray()
-    while value >= 0x80:
-        data.append(value & 0x7F | 0x80)
-        value >>= 7
-    data.append(value)
-    return bytes(data)

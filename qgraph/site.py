@@ -14,6 +14,7 @@ from qgraph.block_sums import BlockSums
 from qgraph.constants import open_array
 from qgraph.errors import GraphError
 from qgraph.formats.base import Array
+from qgraph.formats.onnx_function import DOMAIN
 from qgraph.formats.packing import is_turned, row_major
 from qgraph.integer_sites import IntegerProduct
 from qgraph.view import View
@@ -23,7 +24,7 @@ Role = Literal["linear", "head", "embedding", "experts"]
 State = Literal["float", "dequantize", "qdq", "fused", "portable"]
 PACKED = ("fused", "portable")
 """States of a site that is one node reading packed codes."""
-QGRAPH_DOMAIN = "qgraph"
+QGRAPH_DOMAIN = DOMAIN
 CONTRIB = "com.microsoft"
 
 

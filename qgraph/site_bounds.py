@@ -27,6 +27,7 @@ from qgraph.formats.output_bound import (
 from qgraph.kernel_choice import query_of
 from qgraph.packed_sources import packed_source
 from qgraph.quant_tensor import QuantSource
+from qgraph.site_pairs import SharedSite
 from qgraph.sites import Site
 
 TOKENS = 4
@@ -63,30 +64,55 @@ class SiteBound:
 class BoundedSite:
     """Collects what a linear of the candidate read and gave, then compares.
 
-    reference: the float site. candidate: the packed one of that name.
-    source: the rows that it reads.
+    reference: the float site. candidate: the packed one, of that name or of several linears.
+    source: the rows that it reads. first: where those of the reference begin among them.
+    bias: what is added to the reference's product, `[N]`. least: tokens of the fewest that
+        run through the candidate; fewer run through another kernel.
     """
 
-    def __init__(self, reference: Site, candidate: Site, source: QuantSource) -> None:
+    def __init__(
+        self,
+        reference: Site,
+        candidate: Site,
+        source: QuantSource,
+        bias: Array,
+        first: int = 0,
+        least: int = 0,
+    ) -> None:
         self.reference, self.candidate, self.source = reference, candidate, source
+        self.first, self.least, self._bias = first, least, bias
         self._x: list[Array] = []
         self._y: list[Array] = []
         self._rounding: list[Array] = []
-        self._blocks = list(_spread(source))
+        self._blocks = list(_spread(reference.n, source.row_step))
 
     @classmethod
-    def of(cls, reference: Site, candidate: Site) -> BoundedSite | None:
+    def of(cls, shared: SharedSite) -> BoundedSite | None:
         """None where there is nothing to bound: floats, embeddings, views, unknown formats."""
+        reference, candidate = shared.reference, shared.candidate
+        least = candidate.from_rows
+        if candidate.many is not None:
+            if not least:  # nobody knows which of its two kernels ran
+                return None
+            candidate = candidate.many
+            made = candidate.activation.producer()
+            if made is not None and made.graph is candidate.node.graph:
+                return None  # what it reads stays in the body
         if reference.gathers or reference.state != "float" or not reference.weight:
             return None
         if any(site.node.attributes.get_int("transA", 0) for site in (reference, candidate)):
             return None
-        if _bias(reference) is None or candidate.activation.const_value is not None:
+        bias = _bias(reference, shared.bias)
+        if bias is None or candidate.activation.const_value is not None:
             return None
+        first, stop = shared.rows or (0, reference.n)
         source = packed_source(candidate, reference.k)
-        if source is None or (source.n, source.k) != (reference.n, reference.k):
+        total = reference.n if shared.rows is None else candidate.n
+        if source is None or (source.n, source.k) != (total, reference.k):
             return None
-        return cls(reference, candidate, source)
+        if first % source.row_step or stop - first != reference.n:
+            return None
+        return cls(reference, candidate, source, bias, first, least)
 
     @property
     def activation(self) -> str:
@@ -108,8 +134,8 @@ class BoundedSite:
 
     def add(self, x: Array, y: Array) -> None:
         """A sample's activation `[…, K]` and output `[…, N]`; a few finite rows are kept."""
-        x, y = x.reshape(-1, self.source.k), y.reshape(-1, self.source.n)
-        if len(x) != len(y):
+        x, y = x.reshape(-1, self.source.k), y.reshape(-1, self.reference.n)
+        if len(x) != len(y) or len(x) < self.least:
             return
         x = x.astype(np.float32)
         finite = np.flatnonzero(np.isfinite(x).all(axis=1))  # NaN is the fault of earlier sites
@@ -131,8 +157,8 @@ class BoundedSite:
         if not self._x:
             return None
         x, y = np.concatenate(self._x), np.concatenate(self._y)
-        bias = _bias(self.reference)
-        assert self.reference.weight is not None and bias is not None
+        bias = self._bias
+        assert self.reference.weight is not None
         found, at = _Sums(), 0
         for start, stop in self._blocks:
             given = y[:, at : at + stop - start] - bias[start:stop]
@@ -140,7 +166,8 @@ class BoundedSite:
             rows = self._rows(start, stop)
             addends = self.source.format.addends(rows)
             if self.candidate.integer is not None:
-                addends = (self.candidate.integer.with_floats(addends[0], start, stop),)
+                own = self.first + start, self.first + stop
+                addends = (self.candidate.integer.with_floats(addends[0], *own),)
             packed = functools.reduce(np.add, addends)
             slack = self._gamma * np.abs(bias[start:stop]) + self._zeros_left(x, rows.scales)
             wanted, bound = self._product(x, packed, addends)
@@ -153,8 +180,8 @@ class BoundedSite:
         return found.result(same_inputs)
 
     def _rows(self, start: int, stop: int) -> QuantizedWeight:
-        """Rows of the candidate as its constants have them."""
-        found, fmt = self.source.block(start, stop), self.source.format
+        """Rows of the reference's, as the candidate's constants have them."""
+        found, fmt = self.source.block(self.first + start, self.first + stop), self.source.format
         if self.candidate.sums is None:
             return found
         layout = Layout("sums", query_of(self.candidate).block)
@@ -233,23 +260,25 @@ def _ratio(error: Array, bound: Array) -> float:
     return float(np.max(error / (bound + _TINY), initial=0.0))
 
 
-def _spread(source: QuantSource) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the rows to look at, in blocks that the format can read alone."""
-    unit = source.row_step
+def _spread(n: int, unit: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the rows to look at, of n, in blocks that the format can read alone."""
     step = max(unit, OUTPUTS // 4 // unit * unit)
-    last = -(-source.n // step) - 1
+    last = -(-n // step) - 1
     for at in np.unique(np.linspace(0, last, 4).astype(np.int64)):
-        yield int(at) * step, min((int(at) + 1) * step, source.n)
+        yield int(at) * step, min((int(at) + 1) * step, n)
 
 
-def _bias(site: Site) -> Array | None:
-    """Gemm's bias as float64 `[N]`, zeros where there is none; None where it is computed."""
-    value = site.node.inputs[2] if site.op == "Gemm" and len(site.node.inputs) > 2 else None
+def _bias(site: Site, added: ir.Value | None) -> Array | None:
+    """Gemm's bias as float64 `[N]`, zeros where there is none; None where it is computed.
+
+    added: a constant that is added behind the product, in place of it.
+    """
+    value = site.node.inputs[2] if site.op == "Gemm" and len(site.node.inputs) > 2 else added
     if value is None:
         return np.zeros(site.n)
     tensor = value.const_value
     if tensor is None or tensor.size not in (1, site.n):
         return None
     array = tensor.numpy().reshape(-1).astype(np.float64)
-    beta = site.node.attributes.get_float("beta", 1.0)
+    beta = site.node.attributes.get_float("beta", 1.0) if value is not added else 1.0
     return np.broadcast_to(array * beta, (site.n,))

@@ -11,11 +11,13 @@ import onnx_ir as ir
 from qgraph.comparison import Comparison, SiteRow
 from qgraph.errors import InputError
 from qgraph.feeding import shortened
+from qgraph.formats.base import Array
 from qgraph.outcomes import INPUTS_SCALED, ROWS_ORDERED, ROWS_SCALED
 from qgraph.output_error import ChannelError, OutputError
 from qgraph.paired import Pair
 from qgraph.site_bounds import BoundedSite
-from qgraph.site_outputs import SharedSite, in_bodies, noted, read_graph, shared_sites
+from qgraph.site_outputs import noted, read_graph
+from qgraph.site_pairs import SharedSite, paired_sites
 from qgraph.text import Sample
 
 SCALERS = ("awq", "smoothquant")
@@ -27,17 +29,16 @@ SITE_BYTES = 128_000_000
 def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comparison:
     """`found` with the errors of shared sites; where that cannot be done, with a note."""
     reference, candidate = (read_graph(side.model) for side in pair.sides)
-    shared = shared_sites(reference, candidate)
+    pairs = paired_sites(reference, candidate)
+    shared = list(pairs.shared)
+    found = dataclasses.replace(found, notes=(*found.notes, *pairs.notes))
     ordered = noted(candidate, ROWS_ORDERED)
     if kept := [site for site in shared if site.name in ordered]:
         shared = [site for site in shared if site.name not in ordered]
         words = f"{len(kept)} sites give their channels in the act order of the next: not compared"
         found = _noting(found, words)
-    if inner := in_bodies(candidate):
-        words = f"{inner} sites stand in bodies of If, Loop or Scan: not compared"
-        found = _noting(found, words)
     if not shared:
-        return _noting(found, "no site has one name in both models: no site was compared")
+        return found
     scaled, inputs = noted(candidate, ROWS_SCALED), noted(candidate, INPUTS_SCALED)
     if many := sum(site.name in scaled for site in shared):
         words = (
@@ -67,15 +68,22 @@ def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comp
     rows, broken = _with_bounds(rows, bounded, _scaled(candidate, shared))
     if broken:
         found = _noting(found, broken)
+    twice = {site.name for site in shared if site.candidate.many is not None}
+    if many := sum(row.name in twice and row.kernel_ratio is None for row in rows):
+        words = (
+            f"{many} sites have another kernel for many rows, which did not run here or reads what "
+            "stays in a body: nothing is said of their own errors"
+        )
+        found = _noting(found, words)
     return dataclasses.replace(found, sites=rows, site_samples=len(cut), site_tokens=tokens)
 
 
 def _bounded(shared: Sequence[SharedSite]) -> dict[str, BoundedSite]:
     """The packed linears, by name; their output must be the value that the reference's is."""
     found = {
-        site.name: BoundedSite.of(site.reference, site.candidate)
+        site.name: BoundedSite.of(site)
         for site in shared
-        if site.value == site.candidate_value
+        if site.rows is not None or site.value == site.candidate_value
     }
     return {name: each for name, each in found.items() if each is not None}
 
@@ -131,6 +139,11 @@ def _noting(found: Comparison, note: str) -> Comparison:
     return dataclasses.replace(found, notes=(*found.notes, note))
 
 
+def _last(output: Array, tokens: tuple[int, ...]) -> Array:
+    """Of a site's output for tokens `[rows, T]` that of the last ones."""
+    return output[:, -1:] if output.shape[:2] == tokens else output
+
+
 def _site_rows(
     pair: Pair,
     shared: Sequence[SharedSite],
@@ -151,8 +164,13 @@ def _site_rows(
         given = {**pair.candidate.feeder.feeds(sample), **second}
         for site in tuple(errors):
             expected, got = first[site.value], second[site.candidate_value]
+            if site.rows is not None:
+                got = got[..., slice(*site.rows)]
+            seen = mask
+            if ids is not None and got.shape != expected.shape:  # a head that reads last tokens
+                expected, got, seen = _last(expected, ids.shape), _last(got, ids.shape), None
             if expected.shape == got.shape:
-                errors[site].add(expected, got, mask)
+                errors[site].add(expected, got, seen)
                 if site.name in bounded:
                     bounded[site.name].add(given[bounded[site.name].activation], got)
             else:

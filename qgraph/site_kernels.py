@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping
 
-from qgraph.capabilities import DEQUANTIZE_LINEAR, OWN_DEQUANTIZE, Capabilities, Query
+from qgraph.activation_kinds import FP8_KINDS
+from qgraph.adopted import ADOPTED
+from qgraph.capabilities import DEQUANTIZE_LINEAR, OWN_DEQUANTIZE, Answer, Capabilities, Query
 from qgraph.errors import InputError
-from qgraph.formats.base import Format, Layout
+from qgraph.formats.base import Format, Layout, parse
 from qgraph.kernel_choice import (
     EXPERTS_COST,
     FOLDING_ENTRY,
-    NO_LOOPS,
     PORTABLE,
     PORTABLE_COST,
     best_kernel,
@@ -19,11 +20,14 @@ from qgraph.kernel_choice import (
     layout_of,
     spell_kernel,
 )
-from qgraph.plan import Decision
-from qgraph.recipe import FLOAT, FP8_ACTIVATIONS, Recipe
+from qgraph.ort_versions import spell
+from qgraph.plan import IMPORTED, Decision
+from qgraph.recipe import FLOAT, Recipe
 from qgraph.rounded_activations import FP8_WORDS
 from qgraph.sites import Site
 
+_OTHERS = ("int8", "uint4", "nf4")
+"""Formats that are named where the one asked for has a kernel in newer releases alone."""
 _LARGER = "LARGER_THAN_FORMAT"
 """What a weight carries that is held as the larger integers that a fast kernel reads."""
 
@@ -53,12 +57,12 @@ class SiteKernels:
         """
         assert site.weight is not None and site.dtype is not None
         fmt.validate(site.n, site.k)
-        if site.role == "experts" and self.capabilities.target in NO_LOOPS:
-            detail = NO_LOOPS[self.capabilities.target]
+        detail = self.capabilities.traits.experts_in_float
+        if site.role == "experts" and detail:
             return dataclasses.replace(decision, reason="NO_FUSED_KERNEL", detail=detail)
         dtype = site.dtype
         # FP8 activations are floats again before any kernel reads them.
-        read = FLOAT if activations in FP8_ACTIVATIONS else activations
+        read = FLOAT if activations in FP8_KINDS else activations
         answer, query = best_kernel(
             self.capabilities,
             site,
@@ -71,33 +75,30 @@ class SiteKernels:
         rule = answer.rule
         portable = is_portable(self.recipe.unfused, fmt) and dtype.name in ("FLOAT", "FLOAT16")
         if rule is None and (not portable or read != FLOAT):
-            return dataclasses.replace(decision, reason=answer.reason, detail=answer.detail)
+            detail = answer.detail + (self._instead(site, fmt, solver) if answer.since else "")
+            return dataclasses.replace(decision, reason=answer.reason, detail=detail)
         outliers = min(self.recipe.outliers, site.k - 1) if read != FLOAT else 0
         if outliers and query.op == DEQUANTIZE_LINEAR:
             raise InputError(
                 f"--outliers {self.recipe.outliers}: a Q/DQ graph for {self.capabilities.target} "
                 "quantizes whole activations; use --target ort-cpu, or leave it out"
             )
-        spelled = fmt.spell()
-        owner = self._first.setdefault((self.keys[site.name], spelled), site.name)
-        shared = None if owner == site.name else owner
         layout = fmt.default_layout if rule is None else layout_of(fmt, query)
         decision = dataclasses.replace(
             decision,
-            format=spelled,
+            format=fmt.spell(),
             solver=solver,
-            shared_with=shared,
+            shared_with=self._owner(site, fmt),
             packed_bytes=packed_bytes(site, fmt, layout) + outliers * site.n * dtype.bitwidth // 8,
             activations=None if activations == FLOAT else activations,
             outliers=outliers,
         )
         if rule is None:
-            known = answer.reason == "NO_FUSED_KERNEL"
-            detail = answer.detail if known else f"{answer.reason}: {answer.detail}"
-            cost = EXPERTS_COST if site.role == "experts" else PORTABLE_COST
-            detail += f"; {cost}{self._faster(site, fmt)}"
             return dataclasses.replace(
-                decision, kernel=PORTABLE, reason="NO_FUSED_KERNEL", detail=detail
+                decision,
+                kernel=PORTABLE,
+                reason="NO_FUSED_KERNEL",
+                detail=self._why_portable(site, fmt, answer),
             )
         price = self._price(site, fmt, layout)
         detail = self._at_load(site, query) or answer.detail or price
@@ -109,9 +110,40 @@ class SiteKernels:
             detail="; ".join(each for each in (FP8_WORDS.get(activations), detail) if each),
         )
 
+    def _owner(self, site: Site, fmt: Format) -> str | None:
+        """The first site with this weight in this format; None where it is this one."""
+        owner = self._first.setdefault((self.keys[site.name], fmt.spell()), site.name)
+        return None if owner == site.name else owner
+
+    def _why_portable(self, site: Site, fmt: Format, answer: Answer) -> str:
+        """Why no kernel reads the format, what that costs, and which larger form one reads."""
+        known = answer.reason == "NO_FUSED_KERNEL"
+        detail = answer.detail if known else f"{answer.reason}: {answer.detail}"
+        cost = EXPERTS_COST if site.role == "experts" else PORTABLE_COST
+        return f"{detail}; {cost}{self._faster(site, fmt)}"
+
+    def _instead(self, site: Site, asked: Format, solver: str) -> str:
+        """What the oldest runtime does run in place of a kernel that came later."""
+        option = "--embedding {}" if site.gathers else "--format {}"
+        option = "--set 'role:head={}'" if site.role == "head" else option
+        others = () if solver in (IMPORTED, ADOPTED) else _OTHERS  # codes come as they are
+        ways = [option.format(name) for name in others if self._runs(site, parse(name), asked)]
+        if self.capabilities.traits.fuses_ops:
+            ways += [] if self.recipe.unfused == PORTABLE else ["--unfused portable"]
+        if self.capabilities.folds and not site.gathers:
+            ways.append("--dequantize-at-load")
+        return f"; {spell(self.capabilities.oldest)} runs {', '.join(ways)}" if ways else ""
+
+    def _runs(self, site: Site, fmt: Format, asked: Format) -> bool:
+        """Whether the oldest runtime runs a site in another format than the one asked for."""
+        if fmt.bits == asked.bits and fmt.numbers == asked.numbers:
+            return False
+        answer, _ = best_kernel(self.capabilities, site, fmt, self.recipe.accuracy_level)
+        return bool(answer) or is_portable(self.recipe.unfused, fmt)
+
     def _remark(self, activations: str) -> str | None:
         """What rounding activations costs where the target has no products of them."""
-        simulated = activations in FP8_ACTIVATIONS and self.capabilities.simulates_fp8
+        simulated = activations in FP8_KINDS and self.capabilities.simulates_fp8
         return "ACTIVATION_SIMULATED" if simulated else None
 
     def _faster(self, site: Site, fmt: Format) -> str:

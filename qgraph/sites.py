@@ -17,7 +17,6 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.constants import FLOATS
-from qgraph.errors import InputError
 from qgraph.expert_sites import expert_site, role_of_rows, without_products
 from qgraph.packed_sites import PACKED_FINDERS, own_finder, without_float_parts
 from qgraph.row_branches import joined
@@ -33,25 +32,22 @@ from qgraph.site import Weight as Weight
 from qgraph.view import NotAView, View, is_view_op, trace
 from qgraph.weight_origin import origin_of, state_of, static_dims
 
-_MALFORMED = (IndexError, TypeError, AssertionError, ZeroDivisionError, ValueError, KeyError)
-
 
 def find_sites(model: ir.Model) -> list[Site]:
-    """All sites of the main graph and its bodies, in graph order."""
+    """All sites of the main graph and its bodies, in graph order.
+
+    model: its nodes have been checked, see `node_form`.
+
+    Raises:
+        GraphError: a packed weight is no matrix.
+    """
     found: list[Site] = []
     for node in nodes(model.graph):
         domain = node.domain
         finder = (
             own_finder(node) if domain == QGRAPH_DOMAIN else _FINDERS.get((domain, node.op_type))
         )
-        try:
-            site = finder(node) if finder else None
-        except _MALFORMED as error:
-            raise InputError(
-                f"node {node.name} ({node.op_type}) is malformed "
-                f"({type(error).__name__}: {error}): "
-                "check the model with onnx.checker, and export it again"
-            ) from error
+        site = finder(node) if finder else None
         if site is not None:
             found.append(site)
     own = without_products(without_float_parts(found))

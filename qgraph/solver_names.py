@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal
+from typing import Literal, get_args
 
 from qgraph import registry
 from qgraph.errors import InputError
 
 Role = Literal["choice", "scaling", "ranges", "codes"]
-ROLES: tuple[Role, ...] = ("choice", "scaling", "ranges", "codes")
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 def parts_of(spec: str) -> tuple[str, ...]:

@@ -6,21 +6,26 @@ the inputs of a linear in the model quantized so far, without running anything a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+import itertools
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+from qgraph.calibration import Arrays, Run
 from qgraph.constants import open_array
 from qgraph.formats.base import Array
 from qgraph.scopes import bodies
 from qgraph.sites import Site
 
-LARGEST = 2_000_000_000
-"""A stage is one message; protobuf ends at 2 GiB."""
+MESSAGE_BYTES = 1 << 30
+"""Constants of a stage beyond this lie in a file beside its message: protobuf ends at 2 GiB."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,34 +130,52 @@ def _linked(drafts: list[_Draft]) -> list[Stage]:
     return stages
 
 
-def stage_model(
-    model: ir.Model, stage: Stage, feeds: Mapping[str, Array], weights: Mapping[str, Array]
-) -> bytes:
-    """The stage as a model of its own.
+def run_stage(
+    model: ir.Model,
+    stage: Stage,
+    feeds: Iterable[Mapping[str, Array]],
+    weights: Mapping[str, Array],
+    run: Run,
+) -> Iterator[Arrays]:
+    """The stage's outputs, for each of `feeds`.
 
     Args:
         model: where the stage comes from: opset imports and functions.
-        feeds: one batch of the inputs: their types are declared from it.
+        feeds: batches of the inputs: their types are declared from the first.
         weights: constants to replace, by name, in their own shape and type.
+        run: runs a model, given as bytes or as a file, on feeds.
     """
+    batches = iter(feeds)
+    first = next(batches, None)
+    if first is None:
+        return
+    with tempfile.TemporaryDirectory(prefix="qgraph-") as folder:
+        yield from run(
+            _stage_model(model, stage, first, weights, Path(folder)),
+            itertools.chain([first], batches),
+        )
+
+
+def _stage_model(
+    model: ir.Model,
+    stage: Stage,
+    feeds: Mapping[str, Array],
+    weights: Mapping[str, Array],
+    folder: Path,
+) -> bytes | Path:
+    """The stage as a model of its own: a message, or a file in `folder` with its data."""
     constants = {
-        value.name: value
+        value.name: value.const_value
         for node in stage.nodes
         for value in reads(node)
         if value.const_value is not None and value.name
     }
     graph = onnx.GraphProto(name="stage")
     graph.node.extend(ir.serde.serialize_node(node) for node in stage.nodes)
-    for name, value in constants.items():
-        tensor = value.const_value
-        assert tensor is not None
-        if name in weights:
-            graph.initializer.append(onnx.numpy_helper.from_array(weights[name], name))
-        else:
-            proto = onnx.TensorProto(name=name, data_type=tensor.dtype.value)
-            proto.dims.extend(int(d) for d in tensor.shape.numpy())
-            proto.raw_data = tensor.tobytes() if tensor.size < 1024 else bytes(_raw(tensor))
-            graph.initializer.append(proto)
+    large = sum(tensor.nbytes for tensor in constants.values()) > MESSAGE_BYTES
+    with open(folder / _DATA, "wb") if large else contextlib.nullcontext() as data:
+        for name, tensor in constants.items():
+            graph.initializer.append(_constant(name, tensor, weights.get(name), data))
     for value in stage.inputs:
         graph.input.append(_declared(value, feeds[value.name or ""]))
     for value in stage.outputs:
@@ -163,7 +186,38 @@ def stage_model(
     proto_model.functions.extend(
         ir.serde.serialize_function(function) for function in model.functions.values()
     )
-    return bytes(proto_model.SerializeToString())
+    content = bytes(proto_model.SerializeToString())
+    if not large:
+        return content
+    path = folder / "stage.onnx"
+    path.write_bytes(content)
+    return path
+
+
+_DATA = "stage.data"
+SMALL = 1024
+"""Elements of constants that stay in the message: shapes and axes are among them."""
+
+
+def _constant(
+    name: str, tensor: ir.TensorProtocol, other: Array | None, data: IO[bytes] | None
+) -> onnx.TensorProto:
+    """A constant, or `other` in its place; its bytes go to `data` where there is one."""
+    proto = onnx.TensorProto(name=name, data_type=tensor.dtype.value)
+    proto.dims.extend(int(d) for d in tensor.shape.numpy())
+    if other is not None:
+        raw: Any = np.ascontiguousarray(other).view(np.uint8).reshape(-1).data
+    else:
+        raw = tensor.tobytes() if tensor.size < SMALL else _raw(tensor)
+    if data is None or tensor.size < SMALL:
+        proto.raw_data = bytes(raw)
+        return proto
+    proto.data_location = onnx.TensorProto.EXTERNAL
+    place = {"location": _DATA, "offset": data.tell(), "length": len(raw)}
+    for key, value in place.items():
+        proto.external_data.add(key=key, value=str(value))
+    data.write(raw)
+    return proto
 
 
 def _raw(tensor: ir.TensorProtocol) -> Any:
@@ -218,7 +272,7 @@ def first_bad(
     last: Stage,
     batch: Mapping[str, Array],
     weights: Mapping[str, Array],
-    run: Callable[[bytes, Sequence[Mapping[str, Array]]], Iterable[Mapping[str, Array]]],
+    run: Run,
 ) -> str | None:
     """Which node made the NaN or infinity that reaches the activation of `last`, as a sentence.
 
@@ -232,7 +286,7 @@ def first_bad(
             made = tuple(value for node in stage.nodes for value in node.outputs if value.name)
             whole = dataclasses.replace(stage, outputs=made)
             feeds = {value.name or "": values[value.name or ""] for value in stage.inputs}
-            for found in run(stage_model(model, whole, feeds, weights), [feeds]):
+            for found in run_stage(model, whole, [feeds], weights, run):
                 values |= found
         if stage is last:
             break

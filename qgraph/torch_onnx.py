@@ -17,6 +17,8 @@ from qgraph.errors import MissingExtra
 
 OPSET = 23
 """Has scaled-dot-product Attention and RMSNormalization as single ops."""
+OLDEST_OPSET = 18
+"""The exporter's own; it writes no older one."""
 
 # What the exporter notes about the Python that it traced: stack traces with local
 # paths, and the traced program's printed form, which repeats them.
@@ -38,6 +40,7 @@ def export(
     *,
     outputs: Sequence[str] | None = None,
     plain: bool = True,
+    opset: int = OPSET,
 ) -> Any:
     """The ONNXProgram of a module, traced as it infers, or of an ExportedProgram.
 
@@ -49,15 +52,16 @@ def export(
         kwargs: example inputs, by name.
         dynamic_shapes: as torch.export takes it; also {axis: name} with a name as text.
         outputs: the names of the graph's outputs; None for the exporter's.
-        plain: optimize=False at opset 23, which keeps parameter names and leaves a
+        plain: optimize=False at `opset`, which keeps parameter names and leaves a
             Transpose before each MatMul, in place of the exporter's defaults.
+        opset: OLDEST_OPSET to OPSET; below 23 attention is spelled in smaller ops.
 
     Raises:
         Exception: of many kinds, torch's own.
     """
     import torch
 
-    options: dict[str, Any] = {"optimize": False, "opset_version": OPSET} if plain else {}
+    options: dict[str, Any] = {"optimize": False, "opset_version": opset} if plain else {}
     with torch.no_grad(), _inferring(source), quiet():
         program = torch.onnx.export(
             source,

@@ -10,14 +10,13 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from qgraph.errors import InputError
 from qgraph.formats.base import parse
+from qgraph.out_file import write_file
 from qgraph.recipe import FLOAT
 from qgraph.user_cache import cache_folder
 
@@ -98,14 +97,10 @@ class Table:
         path = self.machine.file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
-            ) as file:
-                json.dump(self.to_json(), file, indent=1)
-            os.replace(file.name, path)
-        except OSError as error:
+            write_file(path, json.dumps(self.to_json(), indent=1).encode())
+        except (OSError, InputError) as error:
             raise InputError(
-                f"the measured times cannot be kept in {path.parent}: {error.strerror}; "
+                f"the measured times cannot be kept in {path.parent}: {error}; "
                 "QGRAPH_CACHE names another folder"
             ) from None
         return path

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import onnx
 import onnx_ir as ir
 
 from qgraph.alone import time_alone
 from qgraph.capabilities import Capabilities
+from qgraph.constants import from_bytes
+from qgraph.decoder_head import require_head
 from qgraph.errors import CoverageError, InputError
 from qgraph.graph import Graph
 from qgraph.machine import cpu_name, usable_cores
@@ -67,6 +69,12 @@ def plan_by_purpose(
             f"--for {recipe.purpose} goes by rule: nothing was measured here; --tune measures"
         )
     plan, times = plan_for(sites, recipe, capabilities, table, graph.model.graph)
+    if recipe.last_logits:  # however long a prompt is, its head sees one row of it
+        name = require_head(graph.model).linear.name
+        few = dataclasses.replace(recipe, purpose="decode", activations=FLOAT, outliers=0)
+        own, _ = plan_for(sites, few, capabilities, table, graph.model.graph)
+        decisions = tuple(own[d.site] if d.site == name else d for d in plan.decisions)
+        plan = dataclasses.replace(plan, decisions=decisions)
     return plan, [*notes, *times]
 
 
@@ -199,10 +207,4 @@ def _model(plain: ir.Model, way: Candidate, target: str) -> ir.Model | None:
 
 def _computed(tensor: QuantTensor) -> ir.TensorProtocol:
     """The tensor in memory, so that copies of it are not rounded again."""
-    proto = onnx.TensorProto(
-        name=tensor.name,
-        data_type=tensor.dtype.value,
-        dims=tensor.shape.numpy(),
-        raw_data=tensor.tobytes(),
-    )
-    return ir.serde.TensorProtoTensor(proto)
+    return from_bytes(tensor.tobytes(), tensor.dtype, tensor.shape.numpy(), tensor.name or "")

@@ -9,10 +9,8 @@ import onnx_ir as ir
 
 from qgraph.constants import FLOATS
 from qgraph.errors import GraphError
+from qgraph.formats.onnx_function import DOMAIN
 from qgraph.scopes import bodies
-
-DOMAIN = "qgraph"
-"""The only domain whose functions may remain: ours."""
 
 
 def verify(model: ir.Model) -> None:

@@ -153,6 +153,8 @@ def _on_slice(view: View, node: ir.Node) -> View:
     ends = _ints(node, 2, "ends") or ()
     axes = _ints(node, 3, "axes") or tuple(range(len(starts)))
     steps = _ints(node, 4, "steps") or (1,) * len(starts)
+    if not len(starts) == len(ends) == len(axes) == len(steps):
+        raise NotAView(f"Slice {node.name} has bounds, axes and steps of different lengths")
     for axis, start, stop, step in zip(axes, starts, ends, steps, strict=True):
         view = view.then("slice", axis, start, stop, step)
     return view
@@ -180,19 +182,35 @@ def _on_split(view: View, node: ir.Node, output: ir.Value) -> View:
     sizes = _ints(node, 1, "split")
     source = node.inputs[0]
     if sizes is None:
-        total = None if source is None or source.shape is None else source.shape[axis]
+        shape = tuple(source.shape) if source is not None and source.shape is not None else ()
+        total = shape[axis] if -len(shape) <= axis < len(shape) else None
         if not isinstance(total, int):
             raise NotAView(f"Split {node.name} of unknown shape")
         count = len(node.outputs)
         part = -(-total // count)
         sizes = tuple(min(part, total - part * i) for i in range(count))
     at = next(i for i, value in enumerate(node.outputs) if value is output)
+    if at >= len(sizes):
+        raise NotAView(f"Split {node.name} has {len(sizes)} sizes for {len(node.outputs)} outputs")
     start = sum(sizes[:at])
     return view.then("slice", axis, start, start + sizes[at], 1)
 
 
+def _on_reshape(view: View, node: ir.Node) -> View:
+    shape = _ints(node, 1, "shape")
+    if shape is None:
+        raise NotAView(f"Reshape {node.name} without a shape")
+    return view.then("reshape", shape)
+
+
+_TYPES = frozenset(each.value for each in ir.DataType)
+
+
 def _on_cast(view: View, node: ir.Node) -> View:
-    to = ir.DataType(node.attributes.get_int("to", 0))
+    kind = node.attributes.get_int("to", 0)
+    if kind not in _TYPES:
+        raise NotAView(f"Cast {node.name} to the type {kind}, which ONNX does not have")
+    to = ir.DataType(kind)
     if not to.is_floating_point():
         raise NotAView(f"Cast {node.name} to {to.name.lower()}")
     return dataclasses.replace(view, casts=(*view.casts, to))
@@ -204,7 +222,7 @@ _OPS: dict[str, _MORE] = {
     "Transpose": lambda view, node: view.then(
         "transpose", tuple(node.attributes.get_ints("perm", ()))
     ),
-    "Reshape": lambda view, node: view.then("reshape", _ints(node, 1, "shape")),
+    "Reshape": _on_reshape,
     "Squeeze": lambda view, node: view.then("squeeze", _ints(node, 1, "axes")),
     "Unsqueeze": lambda view, node: view.then("unsqueeze", _ints(node, 1, "axes")),
     "Flatten": lambda view, node: view.then("flatten", node.attributes.get_int("axis", 1)),

@@ -6,16 +6,16 @@ from qgraph.errors import InputError
 from qgraph.formats.base import Format, parse
 from qgraph.recipe import FLOAT, Recipe
 from qgraph.rounded_activations import require_rounded, weights_of
+from qgraph.traits import Traits
 
 BEST_4_BIT = "uint4"
 SYMMETRIC_4_BIT = "int4"
-"""CUDA's fast kernels take no zero points."""
 DEFAULT_GROUP = 64
 """Measured on SmolLM2-135M with its channels off the Q4_1 grid: see tests/benchmarks/results."""
 BEST_EMBEDDING = "int8"
 
 
-def wanted_format(recipe: Recipe, target: str) -> Format | None:
+def wanted_format(recipe: Recipe, traits: Traits) -> Format | None:
     """The recipe's format with its group; `auto` is the best 4-bit format of the target.
 
     None for `float`: the graph is fused, and its weights stay as they are.
@@ -40,7 +40,7 @@ def wanted_format(recipe: Recipe, target: str) -> Format | None:
     if recipe.format == FLOAT:
         return None
     if recipe.format == "auto":
-        best = SYMMETRIC_4_BIT if target == "ort-cuda" else BEST_4_BIT
+        best = SYMMETRIC_4_BIT if traits.asymmetric_is_slow else BEST_4_BIT
         return parse(best, group=DEFAULT_GROUP if recipe.group is None else recipe.group)
     return parse(recipe.format, group=recipe.group)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from qgraph.plan import Decision
+from qgraph.plan import Decision, half_converted
 from qgraph.shared_weights import other_readers, reads_root_of
 from qgraph.sites import Site
 
@@ -36,12 +36,12 @@ def with_costs(
         floats += [other.site for other in same if other.format is None]
         floats += [] if floats else other_readers(site, on_the_way)
         formats = sorted({other.format for other in same if other.format is not None})
-        if floats:
+        if floats and site.state == "float":
+            decision = half_converted(decision, floats[0], stored_bytes(site))
+        elif floats:
             size = stored_bytes(site) / 1e6
-            which = "float" if site.state == "float" else "dequantized"
-            detail = f"{floats[0]} reads the {which} weight: {size:.1f} MB stay in the file"
-            code = "HALF_CONVERTED" if site.state == "float" else "DQ_MULTIPLE_READERS"
-            decision = dataclasses.replace(decision, reason=code, detail=detail)
+            detail = f"{floats[0]} reads the dequantized weight: {size:.1f} MB stay in the file"
+            decision = dataclasses.replace(decision, reason="DQ_MULTIPLE_READERS", detail=detail)
         elif len(formats) > 1:
             size = decision.packed_bytes / 1e6
             detail = (

@@ -8,6 +8,7 @@ from typing import Literal
 import onnx_ir as ir
 
 from qgraph.constants import FLOATS
+from qgraph.scopes import bodies
 from qgraph.site import QGRAPH_DOMAIN, State
 from qgraph.view import is_view_op
 
@@ -22,8 +23,8 @@ _WEIGHT_LIKE = frozenset(
 class Origin:
     """Where a MatMul's operand comes from.
 
-    constant: from constants alone. computed: a float constant of rank 2 or more that weight-like
-    ops change with something known only at run time. activation: anything else.
+    constant: from constants alone, by whatever ops. computed: a float constant of rank 2 or more
+    that weight-like ops change with something known only at run time. activation: anything else.
     largest: the largest float constant found on the way.
     """
 
@@ -34,7 +35,7 @@ class Origin:
 def origin_of(value: ir.Value | None, limit: int = 256) -> Origin:
     """What a value is computed from; an activation where that takes more than `limit` values."""
     pending, seen = [value], set[int]()
-    dynamic, largest, size = False, None, 0
+    dynamic, strange, largest, size = False, False, None, 0
     while pending:
         item = pending.pop()
         if item is None or id(item) in seen:
@@ -50,11 +51,14 @@ def origin_of(value: ir.Value | None, limit: int = 256) -> Origin:
         node = item.producer()
         if node is None:
             dynamic = True
-            continue
-        known = is_view_op(node) or (node.domain == "" and node.op_type in _WEIGHT_LIKE)
-        if not known and state_of(node) != "dequantize":
+        else:
+            known = is_view_op(node) or (node.domain == "" and node.op_type in _WEIGHT_LIKE)
+            if not known and state_of(node) != "dequantize":
+                strange = True  # a weight passes it if all of its inputs are constants: W + A B
+                dynamic |= not node.inputs or bool(bodies(node))
+            pending.extend(node.inputs)
+        if dynamic and strange:
             return Origin("activation")
-        pending.extend(node.inputs)
     if not dynamic:
         return Origin("constant", largest)
     return Origin("computed" if size > 1 else "activation", largest)

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from qgraph.capabilities import Capabilities
+from qgraph.traits import Traits
 
 if TYPE_CHECKING:
     from qgraph.runtimes.decoding import Decoder, DecoderIO
@@ -81,10 +82,12 @@ class Runtime(ABC):
     """What executes a graph for one target.
 
     target: its name in the registry. provider: the execution provider it stands for.
+    traits: what plan and passes do for it that they do not for others.
     """
 
     target: str
     provider: str
+    traits: Traits = dataclasses.field(default_factory=Traits)
 
     @abstractmethod
     def capabilities(self) -> Capabilities:

@@ -22,6 +22,7 @@ from qgraph.runtimes.ort_kernels import (
 )
 from qgraph.runtimes.ort_levels import level_difference, level_is_real
 from qgraph.runtimes.ort_session import model_inputs, open_session
+from qgraph.traits import Traits
 
 if TYPE_CHECKING:
     from qgraph.runtimes.decoding import Decoder, DecoderIO
@@ -48,6 +49,9 @@ class OrtRuntime(Runtime):
         return Capabilities(
             self.target, self.provider, self._title(), rules(self.target), folds=True,
             known_ops=known_ops(self.provider), oldest=installed(installed_version()),
+            # What runs a Q/DQ graph nobody knows.
+            simulates_fp8=self.provider == CPU_PROVIDER and not self.traits.spells_qdq,
+            traits=self.traits,
         )  # fmt: skip
 
     def open(
@@ -89,7 +93,7 @@ class OrtRuntime(Runtime):
 
         A Q/DQ graph is optimized: fusing it is where a runtime goes wrong.
         """
-        plain = self.target != "qdq"
+        plain = not self.traits.spells_qdq
         open_session(model, providers=self._providers(), reference=plain, prepack=not plain)
 
     def installed(self) -> bool:
@@ -125,6 +129,29 @@ class OrtRuntime(Runtime):
         return f"ONNX Runtime {version}"
 
 
-CPU = OrtRuntime("ort-cpu", CPU_PROVIDER)
-CUDA = OrtRuntime("ort-cuda", CUDA_PROVIDER)
-QDQ = OrtRuntime("qdq", CPU_PROVIDER)
+CPU = OrtRuntime(
+    "ort-cpu",
+    CPU_PROVIDER,
+    Traits(fuses_ops=True, widens_products=True, release_bound=True, cache_kinds=("int8", "int4")),
+)
+CUDA = OrtRuntime(
+    "ort-cuda",
+    CUDA_PROVIDER,
+    Traits(
+        fuses_ops=True,
+        asymmetric_is_slow=True,
+        release_bound=True,
+        cache_kinds=("int8", "int4", "fp8"),
+    ),
+)
+QDQ = OrtRuntime(
+    "qdq",
+    CPU_PROVIDER,
+    Traits(
+        spells_qdq=True,
+        release_bound=True,
+        experts_in_float=(
+            "DequantizeLinear in front of routed experts would dequantize all of them at each run"
+        ),
+    ),
+)

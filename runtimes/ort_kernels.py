@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from qgraph.activation_kinds import INT8, INT8_AUTO, INT8_ROW, INT8_STATIC
 from qgraph.capabilities import (
     DEQUANTIZE_LINEAR,
     DYNAMIC_QUANTIZE_MATMUL,
@@ -41,7 +42,7 @@ BLOCKS = (16, 32, 64, 128, 256)
 _FLOATS = ("float32", "float16")
 _CUDA_FLOATS = ("float32", "float16", "bfloat16")
 _DEQUANTIZED = "dequantized to floats at each call: 20 times the time of a float MatMul at one row"
-_SLOW = "0.03 to 0.1 times the speed of a float MatMul"
+_SLOW = "0.03 to 0.1 times the speed of a float MatMul; accuracy level 4 is fast"
 _F16 = "float16 activations are converted to float32 and back at each call on x86"
 
 _FLOAT_ZEROS = "20 to 100 times the time of integer zero points at one row"
@@ -62,7 +63,8 @@ _CPU = (
     KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (4,), BLOCKS, (0, 4)),
     KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (8,), BLOCKS, (4,)),
     KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (2,), (32, 64, 128), (4,)),
-    KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (2, 8), BLOCKS, (0,), slow=True, note=_SLOW),
+    KernelRule(MATMUL_NBITS, CPU_PROVIDER, _FLOATS, (2, 8), BLOCKS, (0,), slow=True, note=_SLOW,
+               remark=_SLOWER),
     KernelRule(GATHER_BLOCK_QUANTIZED, CPU_PROVIDER, _FLOATS, (2, 4, 8), BLOCKS),
     KernelRule(
         MATMUL_NBITS, CPU_PROVIDER, ("float32",), (4,), BLOCKS, numbers=("uint-float",),
@@ -81,8 +83,8 @@ _CPU = (
         )
         for numbers in INTEGERS
         for op, kinds in (
-            (DYNAMIC_QUANTIZE_MATMUL, ("int8",)),
-            (MATMUL_INTEGER_TO_FLOAT, ("int8-row", "int8-static", "int8-auto")),
+            (DYNAMIC_QUANTIZE_MATMUL, (INT8,)),
+            (MATMUL_INTEGER_TO_FLOAT, (INT8_ROW, INT8_STATIC, INT8_AUTO)),
         )
     ),
 )  # fmt: skip
@@ -125,7 +127,7 @@ _QDQ = (
     *(
         KernelRule(
             DEQUANTIZE_LINEAR, CPU_PROVIDER, ("float32",), (8,), (0,), min_opset=13,
-            numbers=(numbers,), activations=("int8-static",),
+            numbers=(numbers,), activations=(INT8_STATIC,),
         )
         for numbers in INTEGERS
     ),
@@ -212,7 +214,7 @@ def _self_tested(rule: KernelRule) -> list[KernelRule]:
     Products of unsigned and signed bytes, in files made elsewhere, carry a reason where they
     saturate.
     """
-    if "int8-static" in rule.activations or rule.op in INTEGER_MATMULS:
+    if INT8_STATIC in rule.activations or rule.op in INTEGER_MATMULS:
         if rule.numbers == ("uint",) or mixed_signs_are_exact():
             return [rule]
         return [dataclasses.replace(rule, remark="SATURATES_HERE", note=_SATURATES)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from qgraph.beside import write_beside
+from qgraph.beside import data_lies_elsewhere, write_beside
 from qgraph.function_inlining import inline_functions
 from qgraph.runtimes.base import Feeds, KernelRun, Model
 from qgraph.runtimes.ort_kernels import domains
@@ -59,7 +59,9 @@ def _inlined(model: Model) -> Iterator[Model]:
     graph = graph.clone() if graph is model else graph
     inline_functions(graph, keep=lambda function: False)
     _number_alike(graph)
-    if isinstance(model, ir.Model):
+    if isinstance(model, ir.Model) or (
+        not isinstance(model, bytes) and data_lies_elsewhere(Path(model), graph)
+    ):
         yield graph
         return
     content = ir.serde.serialize_model(graph).SerializeToString()

@@ -16,8 +16,10 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from qgraph.beside import graph_at
 from qgraph.errors import InputError, MissingExtra
 from qgraph.runtimes.base import Arrays, Feeds, Model, ValueSpec
+from qgraph.runtimes.ort_mapped import Mapped, around, mapped_weights
 
 _NUMPY = {"FLOAT": "float32", "DOUBLE": "float64"}
 SMALL_MODEL = 1_000_000_000
@@ -27,8 +29,9 @@ SMALL_MODEL = 1_000_000_000
 class OrtSession:
     """A `Session` of ONNX Runtime."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, mapped: Mapped | None = None) -> None:
         self.inner = inner
+        self._mapped = mapped  # it reads them as long as it lives
         self.inputs = tuple(_spec(each) for each in inner.get_inputs())
         self.outputs = tuple(_spec(each) for each in inner.get_outputs())
 
@@ -94,7 +97,12 @@ def open_session(
     if profile_prefix is not None:
         options.enable_profiling = True
         options.profile_file_prefix = profile_prefix
-    loadable, folder = _loadable(model)
+    on_cpu = tuple(providers) == ("CPUExecutionProvider",)  # where it was tried
+    mapped = mapped_weights(model) if isinstance(model, ir.Model) and on_cpu else {}
+    loadable, folder = _loadable(model, mapped)
+    if mapped:
+        values = [ort.OrtValue.ortvalue_from_numpy(array) for array in mapped.values()]
+        options.add_external_initializers(list(mapped), values)
     try:
         inner = ort.InferenceSession(loadable, options, providers=list(providers))
     except _refusals() as error:
@@ -104,7 +112,7 @@ def open_session(
         raise InputError(f"ONNX Runtime refuses {_title(model)}: {reason}") from error
     if providers[0] not in inner.get_providers():
         raise InputError(f"{providers[0]} did not start on this machine; check its driver")
-    session = OrtSession(inner)
+    session = OrtSession(inner, mapped)
     if folder is not None:
         weakref.finalize(session, shutil.rmtree, folder, ignore_errors=True)
     return session
@@ -141,8 +149,11 @@ def _check_providers(wanted: Sequence[str], available: Sequence[str]) -> None:
             raise MissingExtra("onnxruntime-gpu", "gpu", f"running on {name}")
 
 
-def _loadable(model: Model) -> tuple[str | bytes, Path | None]:
-    """What ONNX Runtime loads, and the folder that has to live as long as the session."""
+def _loadable(model: Model, mapped: Mapped) -> tuple[str | bytes, Path | None]:
+    """What ONNX Runtime loads, and the folder that has to live as long as the session.
+
+    mapped: weights of a graph that it gets besides.
+    """
     if isinstance(model, bytes):
         return model, None
     if not isinstance(model, ir.Model):
@@ -151,14 +162,16 @@ def _loadable(model: Model) -> tuple[str | bytes, Path | None]:
     size = sum(
         value.const_value.nbytes
         for graph in model.graphs()
-        for value in graph.initializers.values()
-        if value.const_value is not None
+        for name, value in graph.initializers.items()
+        if value.const_value is not None and not (graph is model.graph and name in mapped)
     )
     if size > SMALL_MODEL:
         raise InputError(
             f"a graph with {size / 1e6:.0f} MB of tensors is not opened from memory: "
             "save it and open the file"
         )
+    if mapped:
+        return around(model, mapped), None
     folder = Path(tempfile.mkdtemp(prefix="qgraph-"))
     ir.save(model, folder / "model.onnx", external_data="model.onnx.data")
     return str(folder / "model.onnx"), folder
@@ -229,7 +242,7 @@ def graph_of(model: Model) -> ir.Model:
     try:
         if isinstance(model, bytes):
             return ir.from_proto(onnx.load_from_string(model))
-        return ir.load(Path(model).absolute())
+        return graph_at(Path(model))
     except (OSError, DecodeError) as error:
         raise InputError(f"{_title(model)} cannot be read: {_one_line(error)}") from error
 

@@ -13,7 +13,8 @@ from decoders import VOCABULARY, decoder
 from onnx import TensorProto, helper, numpy_helper
 from text_models import POSITIONS, attention_decoder
 
-from qgraph.decoder_graph import head_sizes, last_logits, most_positions, shares_cache
+from qgraph.decoder_graph import head_sizes, most_positions, shares_cache
+from qgraph.decoder_head import last_logits
 
 PASTS, PRESENTS = (["past_0_key", "past_0_value"], ["present_0_key", "present_0_value"])
 

@@ -165,6 +165,7 @@ SITE_KEYS = {
     "block", "level", "solver", "kernel", "provider", "origin", "reason", "detail", "error",
     "shared_with", "float_bytes", "packed_bytes", "steps", "module", "meaning", "hint", "ran",
     "time_us", "share", "by_rows", "many_kernel", "from_rows", "ran_many", "parts", "against_us",
+    "holds", "aliases",
 }  # fmt: skip
 
 
@@ -190,6 +191,21 @@ def test_it_starts_with_the_coverage_and_ends_with_what_is_not_fused() -> None:
     assert REASONS["WEIGHT_NOT_CONSTANT"].hint in lines[at + 2]
     assert lines[at + 3].strip() == "layers.2.q: computed by node 'scale'"
     assert len(lines) == at + 4
+
+
+def test_linears_that_were_merged_are_counted_as_the_model_has_them() -> None:
+    names = ("a.q", "a.k", "a.v")
+    row = dataclasses.replace(fused("a.qkv"), holds=names)
+    found = dataclasses.replace(example(), sites=(row, fused("b")))
+    assert found.summary.startswith("quantized 2/2 linears")
+    assert found.summary.endswith(" · 3 linears of the model are 1 here")
+
+
+def test_of_many_inputs_the_first_are_named() -> None:
+    shapes = {f"past.{index}": (1, 2) for index in range(61)}
+    line = RunOf(shapes, None, 10).inputs
+    assert line == "(past.0 1×2, past.1 1×2, past.2 1×2, past.3 1×2, 57 more inputs)"
+    assert RunOf(dict([*shapes.items()][:5]), None, 10).inputs.endswith("past.4 1×2)")
 
 
 def test_all_quantized_says_so() -> None:

@@ -101,6 +101,21 @@ def test_a_quantized_graph_is_written_code_for_code(
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
+@pytest.mark.parametrize("layout", ["gptq", "compressed-tensors", "bitsandbytes"])
+def test_one_that_was_optimized_again_is_written_the_same(
+    tmp_path: Path, model: Path, layout: str
+) -> None:
+    """Packed constants have names of their own: what they hold is in the metadata alone."""
+    options: dict[str, Any] = {"format": LAYOUTS[layout], "exclude": ["down"]}
+    qgraph.optimize(model, tmp_path / "one.onnx", **options)
+    qgraph.optimize(tmp_path / "one.onnx", tmp_path / "two.onnx", format="float")
+    for name in ("one", "two"):
+        qgraph.export_checkpoint(tmp_path / f"{name}.onnx", tmp_path / name, layout=layout)
+        assert [*open_checkpoint(tmp_path / name).entries] == ["up.weight"]
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
 def test_what_a_solver_found_is_written(tmp_path: Path, model: Path) -> None:
     """The codes of the graph that the same run makes; scales as float16 has them."""
     pytest.importorskip("torch")

@@ -191,6 +191,55 @@ def test_weights_that_are_no_linears_are_told(tmp_path: Path) -> None:
     assert any("Einsum 0.0 MB" in note for note in result.report.notes)
 
 
+def test_the_data_file_holds_what_the_model_reads_and_no_more(tmp_path: Path) -> None:
+    """Of a weight that was packed no float stays behind, and one that is kept is not cut."""
+    more = [helper.make_node("MatMul", ["y", "w2"], ["z"], "mm2")]
+    source = onnx.load(save(tmp_path / "m.onnx", MATMUL, weight(64, 64), more))
+    source.graph.initializer.append(numpy_helper.from_array(weight(64, 64) + 1, "w2"))
+    onnx.save(source, tmp_path / "m.onnx")
+    result = qgraph.optimize(tmp_path / "m.onnx", tmp_path / "o.onnx", exclude="mm2")
+    made = onnx.load(tmp_path / "o.onnx", load_external_data=False)
+    stored = [
+        {entry.key: entry.value for entry in tensor.external_data}
+        for tensor in made.graph.initializer
+        if tensor.external_data
+    ]
+    assert stored
+    assert result.files[1].name == stored[0]["location"]
+    ends = sorted((int(each["offset"]), int(each["length"])) for each in stored)
+    at = 0
+    for offset, length in ends:
+        assert 0 <= offset - at < 64
+        at = offset + length
+    assert result.files[1].stat().st_size == at
+    assert {tensor.name for tensor in made.graph.initializer} >= {"w.codes", "w2"}
+    assert "w" not in {tensor.name for tensor in made.graph.initializer}
+
+
+@pytest.mark.parametrize("options", [{"accuracy_level": "0"}, {}])
+def test_a_kernel_slower_than_float_says_so(tmp_path: Path, options: dict[str, Any]) -> None:
+    source = save(tmp_path / "m.onnx", MATMUL, weight(64, 64))
+    result = qgraph.optimize(source, tmp_path / "o.onnx", format="int8:group=32", **options)
+    reason = "SLOWER_THAN_FLOAT" if options else None
+    assert [item.reason for item in result.plan.decisions] == [reason]
+    (row,) = qgraph.explain(tmp_path / "o.onnx").sites
+    assert (row.reason, row.origin) == (reason, "installed")
+
+
+def test_foreign_kernels_without_a_level_are_told(tmp_path: Path) -> None:
+    """A quantizer that sets no accuracy level leaves int8 compute out; who asked for it knows."""
+    source = save(tmp_path / "m.onnx", MATMUL, weight(64, 64))
+    for level, told in (("0", True), ("4", False)):
+        made = tmp_path / f"{level}.onnx"
+        qgraph.optimize(source, made, format="int4:group=32", accuracy_level=level)
+        assert qgraph.explain(made).notes == ()
+        model = onnx.load(made)
+        del model.metadata_props[:]
+        onnx.save(model, made)
+        notes = qgraph.explain(made).notes
+        assert any("without int8 compute" in note and "as mm" in note for note in notes) == told
+
+
 MALFORMED = [
     helper.make_node("MatMul", [], ["y"], "bad"),
     helper.make_node("MatMul", ["x"], ["y"], "bad"),

@@ -28,10 +28,10 @@ from packed import (
 )
 
 import qgraph
-from qgraph.capturing import read_metadata
 from qgraph.checkpoints.base import Checkpoint
 from qgraph.errors import CoverageError, InputError, NumericError
 from qgraph.formats.base import Array
+from qgraph.model_metadata import read_metadata
 
 pytest.importorskip("onnxruntime")
 
@@ -280,6 +280,15 @@ def test_a_model_that_is_packed_already_takes_nothing(mlp: Path, out: Path) -> N
         imported(mlp_checkpoint(), out, out.with_name("again.onnx"))
 
 
+def test_floats_alone_are_no_checkpoint_to_import(mlp: Path, tmp_path: Path) -> None:
+    given = dataclasses.replace(checkpoint(floats={"a.bias": np.ones(4)}), path=tmp_path)
+    with pytest.raises(CoverageError, match=r"holds floats alone, .*: qgraph optimize MODEL"):
+        imported(given, mlp, None)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CoverageError, match=f"qgraph optimize {tmp_path}$"):
+        imported(given, None, None)
+
+
 def test_floats_without_a_place_are_told(tmp_path: Path) -> None:
     """A bias that the graph has no node for: its output is another."""
     text = f"(float[M, {K}] x) => (float[M, 32] y) {{ [one] y = Gemm<transB = 1> (x, a__weight) }}"
@@ -311,7 +320,7 @@ def of_its_own(
     zeros = {name: np.zeros_like(value) for name, value in floats(**MLP_FLOATS, **blank).items()}
     text = MLP if not blank else MLP.replace("c = Relu (b)", "d = Add (b, l__0__add) c = Relu (d)")
     graph = qgraph.capture(save(folder, text, zeros))
-    monkeypatch.setattr("qgraph.importing.own_graph", lambda _: graph)
+    monkeypatch.setattr("qgraph.importing.own_graph", lambda *_: graph)
     return imported(given, None, None)
 
 
@@ -341,3 +350,32 @@ def test_products_beyond_float32_are_named(mlp: Path, out: Path) -> None:
     with pytest.raises(InputError, match=r"l\.0\.up\.weight: NON_FINITE_WEIGHT: a code times its"):
         imported(checkpoint(damaged(up, scales=scales), down), mlp, out)
     assert not list(out.parent.iterdir())
+
+
+@pytest.mark.parametrize(
+    "oldest,eight",
+    [("1.22", "MatMulNBits bits=8 block=64 level=4"), ("1.20", "portable")],
+)
+def test_an_older_runtime_gets_kernels_that_it_has(
+    mlp: Path, out: Path, oldest: str, eight: str
+) -> None:
+    given = mlp_checkpoint()
+    result = qgraph.import_checkpoint(given, mlp, out, min_runtime=oldest)
+    told = result.report.totals["oldest_runtime"]
+    assert told["oldest"] == oldest
+    assert any(
+        note.startswith(f"runs on ONNX Runtime {oldest} and") for note in result.report.notes
+    )
+    assert result.plan["up"].kernel == "MatMulNBits bits=4 block=32 level=4"
+    assert result.plan["down"].kernel == eight
+    x = RNG.standard_normal((4, K)).astype(np.float32)
+    want = reference(given, x)
+    error = np.abs(qgraph.open(out).run({"x": x})["y"] - want).max()
+    assert error < 2e-2 * np.abs(want).max()
+
+
+def test_an_older_runtime_is_for_onnx_runtime_alone(mlp: Path) -> None:
+    with pytest.raises(InputError, match=r"--min-runtime 1\.27 is a version of ONNX Runtime, for"):
+        qgraph.import_checkpoint(mlp_checkpoint(), mlp, target="torch-cpu", min_runtime="1.27")
+    with pytest.raises(InputError, match="min runtime 'old' is no version"):
+        qgraph.import_checkpoint(mlp_checkpoint(), mlp, min_runtime="old")

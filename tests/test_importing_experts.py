@@ -13,6 +13,7 @@ import pytest
 import qgraph
 from qgraph.checkpoints.opening import open_checkpoint
 from qgraph.errors import InputError
+from qgraph.expert_sites import GATHERED
 from qgraph.formats.base import Array
 from qgraph.quantizing import quantize_checkpoint
 
@@ -83,6 +84,7 @@ def test_gpt_oss_runs_with_its_experts_packed(tmp_path: Path) -> None:
         ("mxfp4", "portable", "NO_FUSED_KERNEL")
     ] * 2
     assert "the experts that a run hits are dequantized one by one" in found[0].detail
+    assert GATHERED not in done.report.notes
     packed = sum(item.n * item.k * 17 // 32 for item in found)
     assert sum(item.packed_bytes for item in found) == packed  # 4.25 bits a weight
     constants = done.graph.model.graph.initializers
@@ -161,6 +163,7 @@ def test_experts_that_stayed_in_float_keep_their_values(tmp_path: Path) -> None:
     done = qgraph.import_checkpoint(tmp_path / "q", None, tmp_path / "o.onnx", accuracy_level=0)
     assert done.report.totals["linears_quantized"] == 4
     assert {item.reason for item in experts(done)} == {"FLOAT_IN_CHECKPOINT"}
+    assert GATHERED in done.report.notes
     found = open_checkpoint(tmp_path / "q")
     with torch.no_grad():
         for name, parameter in module.named_parameters():

@@ -99,6 +99,10 @@ def test_the_command_prints_every_tensor_and_what_to_do_next(
     assert sum(line.startswith(NAMES[1]) and line.endswith("yes") for line in lines) == 1
     assert "ort-cpu: 1 × uint4:group=32 → MatMulNBits bits=4 block=32 level=4" in lines
     assert lines[-1] == f"next: qgraph import {place} -o OUT.onnx"
+    config = place / "config.json"  # as it is beside a model that was no folder of transformers
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": None}))
+    assert run(["inspect", str(place), "--target", "ort-cpu"]) == 0
+    assert capsys.readouterr().out.endswith(f"next: qgraph import {place} MODEL.onnx -o OUT.onnx\n")
 
 
 def test_a_float_checkpoint_can_be_quantized(

@@ -10,8 +10,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from decoders import decoder
+from one_matmul import MATMUL, save, weight
 
 import qgraph
 from qgraph.models import tiny
@@ -156,3 +158,65 @@ def test_second_weights_and_row_scales_are_told_as_a_whole(tmp_path: Path) -> No
         assert not [
             note for note in told if "second weight" in note or "one scale to a row" in note
         ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"format": "uint4:group=128"}, "K = 64 in groups of 128 (mm; 64 would divide it)"),
+        ({"format": "uint4:group=128", "target": "qdq"}, "K = 64 in groups of 128"),
+        ({"format": "uint4:group=32"}, ""),
+        ({"group": 128}, ""),  # the best format takes a group that divides
+        ({"format": "int8-row"}, ""),
+    ],
+)
+def test_rows_that_are_padded_are_told(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    source = save(tmp_path / "m.onnx", MATMUL, weight(64, 64))
+    notes = qgraph.optimize(source, **options).report.notes
+    found = [note for note in notes if note.startswith("rows are padded")]
+    assert bool(found) == bool(words)
+    assert words in "".join(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"format": "int2:group=32", "target": "qdq"}, "opset from 21 to 25, IR version from 10"),
+        ({"format": "int4:group=32", "target": "qdq"}, ""),
+        ({}, ""),
+    ],
+)
+def test_an_opset_that_was_raised_is_told(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    source = save(tmp_path / "m.onnx", MATMUL, weight(64, 64))
+    notes = qgraph.optimize(source, **options).report.notes
+    found = [note for note in notes if note.startswith("raised: ")]
+    assert bool(found) == bool(words)
+    assert words in "".join(found)
+
+
+@pytest.mark.parametrize("tokens,told", [(255, True), (256, False)])
+def test_few_tokens_to_solve_on_are_told(tmp_path: Path, tokens: int, told: bool) -> None:
+    source = save(tmp_path / "m.onnx", MATMUL, weight(64, 64))
+    x = np.random.default_rng(0).standard_normal((tokens, 64)).astype(np.float32)
+    notes = qgraph.optimize(source, solver="gptq", calibrate=[{"x": x}]).report.notes
+    found = [note for note in notes if "by heart" in note]
+    assert bool(found) == told
+    assert not told or "at worst 255 for K = 64 (mm)" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"target": "qdq", "format": "int4:group=32"}, True),
+        ({"target": "qdq", "format": "int8-row"}, False),  # no kernel is made of that
+        ({"format": "int4:group=32"}, False),
+    ],
+)
+def test_what_a_portable_file_costs_at_load_is_told(
+    tmp_path: Path, options: dict[str, Any], told: bool
+) -> None:
+    source = save(tmp_path / "m.onnx", MATMUL, weight(64, 64))
+    notes = qgraph.optimize(source, **options).report.notes
+    assert any("each time that it loads it" in note for note in notes) == told

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -15,11 +18,22 @@ from fusing import fuse, run
 from text_models import byte_tokenizer, tiny_llama
 
 import qgraph
-from qgraph.capabilities import GATHER_BLOCK_QUANTIZED, MATMUL_NBITS, Query
-from qgraph.errors import InputError
+from qgraph import registry
+from qgraph.capabilities import GATHER_BLOCK_QUANTIZED, MATMUL_NBITS, Capabilities, Query
+from qgraph.errors import CoverageError, InputError
+from qgraph.gate import check_opset
 from qgraph.generating import TextModel
 from qgraph.models import tiny
-from qgraph.ort_versions import NEWEST, OLDEST, installed, parse_version, spell
+from qgraph.ort_versions import (
+    NEWEST,
+    OLDEST,
+    installed,
+    newest_opset,
+    newest_read,
+    opset_since,
+    parse_version,
+    spell,
+)
 from qgraph.recipe import Recipe
 from qgraph.runtime_needs import needs, needs_for, restricted
 from qgraph.runtimes.ort import CPU
@@ -99,6 +113,19 @@ def test_what_a_graph_needs_is_named_with_the_next_best() -> None:
     assert later.beyond(NEWEST) == later.found
 
 
+def test_what_the_installed_runtime_loads_runs_on_some() -> None:
+    """The newest opset and IR version that the installed onnx writes, asked of the runtime."""
+    model = graph("y = Neg(x)", onnx.defs.onnx_opset_version(), onnx.IR_VERSION)
+    data = ir.to_proto(model).SerializeToString()
+    try:
+        ort.InferenceSession(data, providers=["CPUExecutionProvider"])
+    except Exception:
+        pytest.skip("the installed runtime is older than the installed onnx")
+    oldest = needs(model).oldest
+    assert oldest is not None
+    assert oldest <= parse_version(ort.__version__)
+
+
 @pytest.mark.parametrize(
     "query,since",
     [
@@ -121,6 +148,31 @@ def test_kernels_that_came_later_are_refused(query: Query, since: str) -> None:
     answer = restricted(kernels, Recipe(min_runtime=before)).ask(query)
     assert (answer.rule, answer.reason) == (None, "NEEDS_NEWER_RUNTIME")
     assert f"came with ONNX Runtime {since}, and {before} has to run it" in answer.detail
+
+
+def test_the_newest_opset_of_a_release_is_one_that_it_reads() -> None:
+    assert [newest_opset(text) for text in ("", "1.20", "1.22", "1.23")] == [None, 21, 22, 23]
+    for minor in range(OLDEST[1], NEWEST[1] + 1):
+        opset = newest_opset(f"1.{minor}")
+        assert opset is not None
+        since, following = opset_since(opset), opset_since(opset + 1)
+        assert since is not None and since <= (1, minor)
+        assert following is None or following > (1, minor)
+
+
+def test_what_an_older_release_runs_instead_is_named(tmp_path: Path) -> None:
+    source = tiny.build(tmp_path)
+    with pytest.raises(CoverageError, match=r"runs --embedding nf4, --unfused portable"):
+        qgraph.optimize(source, format="int8", min_runtime="1.20")
+    result = qgraph.optimize(source, format="int8", min_runtime="1.20", unfused="portable")
+    assert result.plan.coverage.share == 1
+    result = qgraph.optimize(source, min_runtime="1.20")
+    (head,) = [item for item in result.plan.decisions if item.role == "head"]
+    assert head.detail == (
+        "MatMulNBits of 8 bits, level 4 came with ONNX Runtime 1.22, and 1.20 has to run it; "
+        "1.20 runs --set 'role:head=uint4', --set 'role:head=nf4', --unfused portable, "
+        "--dequantize-at-load"
+    )
 
 
 def test_older_attention_gets_a_cache_of_no_tokens() -> None:
@@ -163,6 +215,9 @@ def test_a_decoder_with_a_cache_for_an_older_runtime(folder: Path) -> None:
     found = [node for node in model.graph if node.op_type == GROUPED]
     assert [len(node.inputs) for node in found] == [11, 11]
     assert sum(node.op_type == "RotaryEmbedding" for node in model.graph) == 4
+    told = "NEEDS_NEWER_RUNTIME: 2 rotary (rotary embedding in GroupQueryAttention behind a cache "
+    told += "came with ONNX Runtime 1.32, and 1.27 has to run it: heads are turned by ops in front"
+    assert any(told in note for note in result.report.notes)
     told = result.report.totals["oldest_runtime"]
     assert told == needs(model).to_json()
     assert parse_version(told["oldest"]) <= (1, 27)
@@ -214,6 +269,70 @@ def test_what_cannot_be_is_refused_by_name(folder: Path, tmp_path: Path) -> None
         qgraph.optimize(folder / "plain.onnx", add_cache=True, min_runtime="1.26")
     with pytest.raises(InputError, match="min runtime 'new' is no version"):
         Recipe(min_runtime="new")
+
+
+@pytest.mark.parametrize("target", ["ort-cpu", "qdq"])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_an_opset_that_is_newer_than_the_runtime_is_refused_before_any_work(
+    folder: Path, tmp_path: Path, target: str, dry_run: bool
+) -> None:
+    newest, version = newest_read(NEWEST)
+    model = ir.load(folder / "plain.onnx")
+    model.opset_imports[""] = 99
+    given: dict[str, Any] = {"target": target, "dry_run": dry_run, "format": "int8"}
+    wanted = rf"opset 99, and ONNX Runtime 1\.\d+.*reads opset {newest} at most: export it at"
+    with pytest.raises(InputError, match=wanted):
+        qgraph.optimize(model, tmp_path / "o.onnx", **given)
+    assert not list(tmp_path.iterdir())
+    model.opset_imports[""] = newest
+    model.ir_version = 99
+    wanted = rf"IR version 99, and ONNX Runtime.*reads IR version {version} at most"
+    with pytest.raises(InputError, match=wanted):
+        qgraph.optimize(model, tmp_path / "o.onnx", **given)
+
+
+def test_an_opset_that_nothing_here_is_to_run_is_none_of_its_business(
+    folder: Path, tmp_path: Path
+) -> None:
+    """What another runtime reads, or ONNX Runtime elsewhere: that is told, and not refused."""
+    model = ir.load(folder / "plain.onnx")
+    model.opset_imports[""] = 99
+    result = qgraph.optimize(model, tmp_path / "o.onnx", format="int8", check=False)
+    assert any("runs on no ONNX Runtime up to" in note for note in result.report.notes)
+    made = qgraph.optimize(model, tmp_path / "t.onnx", format="int8", target="torch-cpu")
+    assert made.plan.coverage.linears_quantized > 0
+
+
+def test_of_an_untried_release_the_runtime_is_asked(folder: Path) -> None:
+    """The table does not know what a release reads that came later than all that were tried."""
+    newest, _ = newest_read(NEWEST)
+    before, _ = newest_read((1, 20))
+    assert before == 21 < newest
+    captured = qgraph.capture(folder / "plain.onnx")
+    captured.model.opset_imports[""] = newest
+    runtime = registry.load("target", "ort-cpu")
+    old = dataclasses.replace(runtime.capabilities(), oldest=(1, 20))
+    asked = Asked(runtime, old)
+    check_opset(captured, asked, runs=True)  # type: ignore[arg-type]  # as far as it is asked
+    assert asked.loaded == [newest]
+
+
+class Asked:
+    """A runtime that notes of which opset the models are that it loads."""
+
+    def __init__(self, runtime: Any, capabilities: Capabilities) -> None:
+        self.runtime, self.known, self.traits = runtime, capabilities, runtime.traits
+        self.loaded: list[int] = []
+
+    def available(self) -> bool:
+        return True
+
+    def capabilities(self) -> Capabilities:
+        return self.known
+
+    def load(self, model: ir.Model) -> None:
+        self.loaded.append(model.opset_imports[""])
+        self.runtime.load(model)
 
 
 def test_explain_says_what_runs_a_file(tmp_path: Path) -> None:

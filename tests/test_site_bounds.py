@@ -16,6 +16,7 @@ from qgraph import registry
 from qgraph.comparison import SiteRow
 from qgraph.formats.base import Array, parse, variants
 from qgraph.formats.output_bound import output_error_bound
+from qgraph.model_metadata import read_metadata
 
 FORMATS = [f for name in registry.names("format") for f in variants(registry.load("format", name))]
 SPELLED = [f.spell() for f in FORMATS]
@@ -120,7 +121,7 @@ def test_the_error_of_scaled_outputs_is_not_their_scale(marked: bool, tmp_path: 
 
 
 def metadata(path: Path) -> Any:
-    return qgraph.capturing.read_metadata(ir.load(path))
+    return read_metadata(ir.load(path))
 
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])

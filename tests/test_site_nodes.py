@@ -11,10 +11,12 @@ import onnx
 import onnx_ir as ir
 import pytest
 from decoders import decoder, tokens
+from text_models import attention_decoder
 
 import qgraph
 from qgraph.explanation import Explanation
 from qgraph.graph import Graph
+from qgraph.models import tiny
 from qgraph.site_nodes import NOBODY, Owner, SiteNodes
 
 
@@ -53,6 +55,22 @@ def test_all_that_is_not_a_site_is_as_it_was_in_float(tmp_path: Path, form: str)
     assert {row.origin for row in found.kernels} == {"ran"}
     assert profile.run is not None and profile.run.rows == 40
     assert profile.run.shapes == {"input_ids": (1, 40)}
+
+
+def test_beside_a_model_whose_cache_is_another(tmp_path: Path) -> None:
+    """One that is added, or rounded: the tokens are the same, the other gets its own cache."""
+    source, output = tiny.build(tmp_path), tmp_path / "added.onnx"
+    qgraph.optimize(source, output, add_cache=True)
+    found = qgraph.explain(output, profile=True, against=source)
+    assert found.profile is not None
+    assert "past_key_values.0.key" in found.profile.run.shapes
+    assert found.profile.against_times
+    floats, rounded = attention_decoder(tmp_path / "m.onnx"), tmp_path / "rounded.onnx"
+    options = {"format": "int8", "group": 32, "calibrate": tokens(4)}
+    qgraph.optimize(floats, rounded, kv_cache="int8", **options)
+    found = qgraph.explain(rounded, profile=True, against=floats)
+    assert found.profile is not None
+    assert (found.profile.run.against, found.profile.run.against_us > 0) == ("m.onnx", True)
 
 
 def test_the_branch_that_ran_is_told(tmp_path: Path) -> None:

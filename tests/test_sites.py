@@ -207,6 +207,30 @@ def test_weight_norm_is_a_site_with_a_reason() -> None:
     assert (site.n, site.k, site.weight_name) == (K, N, "v")
 
 
+@pytest.mark.parametrize(
+    "computed",
+    [
+        "c = MatMul(a, b) w = Add(v, c)",  # a low-rank adapter
+        "w = Relu(v)",
+        'w = Einsum<equation = "ij,jk->ik">(a, b)',
+    ],
+)
+def test_weights_that_constants_alone_make_are_told(computed: str) -> None:
+    """Whatever the ops are: none of their inputs is an activation."""
+    found = sites(
+        f"g (float[M, 12] x) => (float[M, 8] y) {{ {computed} y = MatMul(x, w) }}",
+        v=(K, N), a=(K, 4), b=(4, N),
+    )  # fmt: skip
+    assert [site.refusal.code for site in found if site.refusal] == ["WEIGHT_NOT_CONSTANT"]
+    assert len(found) == 1  # the product of two constants is a constant
+
+
+@pytest.mark.parametrize("made", ["r = RandomNormal<shape = [12, 8]>()", "r = Relu(z)"])
+def test_what_is_made_anew_at_each_run_is_no_weight(made: str) -> None:
+    text = f"g (float[M, 12] x, float[12, 8] z) => (float[M, 8] y) {{ {made} w = Add(v, r) "
+    assert sites(text + "y = MatMul(x, w) }", v=(K, N)) == []
+
+
 def test_integer_weight_is_no_float_site() -> None:
     (site,) = sites(
         "g (int32[3, 12] x) => (int32[3, 8] y) { y = MatMul(x, w) }", w=np.ones((K, N), np.int32)

@@ -15,8 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.checkpoints import integers
-from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorSpec
-from qgraph.checkpoints.fp8 import unquantized
+from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorSpec, unquantized
 from qgraph.checkpoints.integers import Grid
 from qgraph.checkpoints.scales import SCALE_TYPES, checked, scale_dtype, written_type
 from qgraph.checkpoints.tensors import Stored, StoredTensor, bias_of, called, part, wanted

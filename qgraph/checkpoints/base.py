@@ -25,6 +25,9 @@ from qgraph.formats.base import Array, Format, QuantizedWeight
 from qgraph.lost_weights import Coarse, Tally
 from qgraph.quant_tensor import BLOCK_BYTES, ROW_STEP, QuantSource
 
+ONE_PER_EXPERT = "it has an expert axis, wanted one weight per expert"
+"""Why a layout without stacks of experts cannot hold one."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Entry(ABC):
@@ -244,6 +247,7 @@ class CheckpointLayout(ABC):
     half_scales: whether its readers take scales as float16.
     only_half_scales: whether it stores them so, whatever they were.
     only_experts: whether it holds stacks of experts, `[E, N, K]`, and no matrices.
+    one_file: whether a checkpoint is one file, and not a folder.
     """
 
     name: str
@@ -251,6 +255,7 @@ class CheckpointLayout(ABC):
     half_scales: ClassVar[bool] = False
     only_half_scales: ClassVar[bool] = False
     only_experts: ClassVar[bool] = False
+    one_file: ClassVar[bool] = False
 
     @abstractmethod
     def detect(self, stored: Stored) -> bool:
@@ -310,3 +315,9 @@ class CheckpointLayout(ABC):
         from qgraph.checkpoints.safetensors_writer import save_folder
 
         return save_folder(self, out, outgoing, progress)
+
+
+def unquantized(floats: Sequence[str]) -> list[str]:
+    """The modules of float tensors that a loader could take for quantized ones: no norms."""
+    names = [name.removesuffix(".weight") for name in floats if name.endswith(".weight")]
+    return [name for name in names if "norm" not in name.rpartition(".")[2]]

@@ -19,7 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorSpec
+from qgraph.checkpoints.base import (
+    ONE_PER_EXPERT,
+    Checkpoint,
+    CheckpointLayout,
+    Entry,
+    TensorSpec,
+    unquantized,
+)
 from qgraph.checkpoints.bitsandbytes_weights import (
     BLOCKS,
     INT8_TOP,
@@ -28,7 +35,6 @@ from qgraph.checkpoints.bitsandbytes_weights import (
     four_bits,
     int8,
 )
-from qgraph.checkpoints.fp8 import unquantized
 from qgraph.checkpoints.tensors import Stored
 from qgraph.errors import InputError
 from qgraph.formats.base import GROUPS, Array
@@ -68,7 +74,7 @@ class Bitsandbytes(CheckpointLayout):
         """See `CheckpointLayout.can_write`."""
         fmt = entry.format
         if entry.experts is not None:
-            return "it has an expert axis, wanted one weight per expert"
+            return ONE_PER_EXPERT
         if fmt.name in ("int8-row", "int8-pairs"):
             return None
         if not isinstance(fmt, Bnb4) or fmt.group not in BLOCKS:

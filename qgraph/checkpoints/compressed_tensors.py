@@ -15,10 +15,10 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorSpec
+from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorSpec, unquantized
 from qgraph.checkpoints.compressed_tensors_schemes import Scheme, scheme_of, schemes_reason
 from qgraph.checkpoints.compressed_tensors_weights import read_weight
-from qgraph.checkpoints.fp8 import read_fp8, unquantized
+from qgraph.checkpoints.fp8 import read_fp8
 from qgraph.checkpoints.integers import GroupedEntry, contradictions
 from qgraph.checkpoints.tensors import Stored
 from qgraph.errors import InputError

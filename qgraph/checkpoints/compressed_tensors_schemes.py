@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 
 from qgraph.checkpoints import integers
-from qgraph.checkpoints.base import Entry, TensorSpec
+from qgraph.checkpoints.base import ONE_PER_EXPERT, Entry, TensorSpec
 from qgraph.checkpoints.compressed_tensors_weights import E4M3
 from qgraph.checkpoints.fp8 import fp8_reason, write_fp8
 from qgraph.checkpoints.scales import written_type
 from qgraph.checkpoints.words import pack_words, words_of
 from qgraph.formats.base import Array
-from qgraph.formats.fp8 import Fp8
+from qgraph.formats.fp8 import FP8_BLOCK, Fp8
 from qgraph.formats.grouping import count_groups
-from qgraph.formats.linear_function import ROWS
 from qgraph.formats.mx import BLOCK, MXFP4, MXFP8
 from qgraph.formats.nvfp4 import NVFP4
 
@@ -188,13 +187,13 @@ class FloatQuantized(Scheme):
         """See `Scheme.arguments`."""
         assert isinstance(entry.format, Fp8)
         if entry.format.scale == "block":
-            return _arguments(8, "float", "block", block_structure=[ROWS, ROWS])
+            return _arguments(8, "float", "block", block_structure=[FP8_BLOCK, FP8_BLOCK])
         return _arguments(8, "float", "tensor" if entry.format.scale == "tensor" else "channel")
 
     def activations(self, entry: Entry) -> dict[str, Any]:
         """See `Scheme.activations`."""
         if entry.format.group:
-            return _arguments(8, "float", "group", group_size=ROWS, dynamic=True)
+            return _arguments(8, "float", "group", group_size=FP8_BLOCK, dynamic=True)
         return _by_token(8, "float")
 
     def specs(self, entry: Entry) -> dict[str, TensorSpec]:
@@ -203,7 +202,7 @@ class FloatQuantized(Scheme):
         shape = {
             "tensor": (1,),
             "row": (entry.n, 1),
-            "block": (-(-entry.n // ROWS), -(-entry.k // ROWS)),
+            "block": (-(-entry.n // FP8_BLOCK), -(-entry.k // FP8_BLOCK)),
         }[entry.format.scale]
         module = _module(entry)
         return {
@@ -214,7 +213,7 @@ class FloatQuantized(Scheme):
     def write(self, entry: Entry) -> dict[str, Array]:
         """See `Scheme.write`."""
         assert isinstance(entry.format, Fp8)
-        rows = {"tensor": entry.n, "row": 1, "block": ROWS}[entry.format.scale]
+        rows = {"tensor": entry.n, "row": 1, "block": FP8_BLOCK}[entry.format.scale]
         return write_fp8(entry, self.specs(entry), rows)
 
 
@@ -298,7 +297,7 @@ def _level_reason(entry: Entry, name: str, group: int) -> str | None:
     if entry.format.name != name:
         return f"it is {entry.format.spell()}, wanted {name}"
     if entry.experts is not None:
-        return "it has an expert axis, wanted one weight per expert"
+        return ONE_PER_EXPERT
     if entry.k % group:
         return f"its rows are {entry.k} long, wanted a multiple of {group}"
     return None

@@ -15,7 +15,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorSpec
+from qgraph.checkpoints.base import (
+    ONE_PER_EXPERT,
+    Checkpoint,
+    CheckpointLayout,
+    Entry,
+    TensorSpec,
+    unquantized,
+)
 from qgraph.checkpoints.scales import SCALE_TYPES, checked, scale_dtype
 from qgraph.checkpoints.tensors import (
     Stored,
@@ -28,14 +35,13 @@ from qgraph.checkpoints.tensors import (
 )
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, Format, QuantizedWeight, parse
-from qgraph.formats.fp8 import Fp8
+from qgraph.formats.fp8 import FP8_BLOCK, Fp8
 from qgraph.formats.grouping import count_groups
 
 _FORMATS = {
     np.dtype(ml_dtypes.float8_e4m3fn): "fp8-e4m3",
     np.dtype(ml_dtypes.float8_e5m2): "fp8-e5m2",
 }
-BLOCK = 128
 _SCALES = ("weight_scale_inv", "weight_scale")
 _STATIC = ("input_scale", "activation_scale")
 ACTIVATIONS = "static scales of activations are left out: the weights alone are read"
@@ -103,14 +109,14 @@ class Fp8Checkpoints(CheckpointLayout):
         module = entry.name.removesuffix(".weight")
         weight = TensorSpec(np.dtype(ml_dtypes.float8_e4m3fn), (entry.n, entry.k))
         block = entry.format.scale == "block"
-        shape = (-(-entry.n // BLOCK), -(-entry.k // BLOCK)) if block else ()
+        shape = (-(-entry.n // FP8_BLOCK), -(-entry.k // FP8_BLOCK)) if block else ()
         name = _SCALES[0] if block else _SCALES[1]
         scale = TensorSpec(np.dtype(np.float32), shape)
         return {f"{module}.weight": weight, f"{module}.{name}": scale}
 
     def write(self, entry: Entry) -> dict[str, Array]:
         """See `CheckpointLayout.write`."""
-        return write_fp8(entry, self.specs(entry), BLOCK)
+        return write_fp8(entry, self.specs(entry), FP8_BLOCK)
 
     def config(self, entries: Sequence[Entry], floats: Sequence[str]) -> dict[str, Any]:
         """See `CheckpointLayout.config`."""
@@ -125,7 +131,7 @@ class Fp8Checkpoints(CheckpointLayout):
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK] if block else None,
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK] if block else None,
             "modules_to_not_convert": unquantized(floats),
         }
 
@@ -137,7 +143,7 @@ def fp8_reason(entry: Entry, scales: tuple[str, ...]) -> str | None:
         kinds = " or ".join(f"fp8-e4m3:scale={scale}" for scale in scales)
         return f"it is {fmt.spell()}, wanted {kinds}"
     if entry.experts is not None:
-        return "it has an expert axis, wanted one weight per expert"
+        return ONE_PER_EXPERT
     return None
 
 
@@ -155,12 +161,6 @@ def write_fp8(entry: Entry, specs: Mapping[str, TensorSpec], tall: int) -> dict[
         else:
             scale[()] = rows.scales[0, 0]
     return found
-
-
-def unquantized(floats: Sequence[str]) -> list[str]:
-    """The modules of float tensors that a loader could take for quantized ones: no norms."""
-    names = [name.removesuffix(".weight") for name in floats if name.endswith(".weight")]
-    return [name for name in names if "norm" not in name.rpartition(".")[2]]
 
 
 def read_fp8(stored: Stored, layout: str, said: Any) -> Checkpoint:
@@ -189,9 +189,9 @@ def _block_size(stored: Stored, said: Any) -> tuple[int, int] | None:
     if said is None:
         return None
     sizes = said if isinstance(said, list) and len(said) == 2 else [0, 0]
-    if not all(isinstance(size, int) and size > 0 and size % BLOCK == 0 for size in sizes):
+    if not all(isinstance(size, int) and size > 0 and size % FP8_BLOCK == 0 for size in sizes):
         raise InputError(
-            f"{stored.path}: weight_block_size is {said!r}, wanted two multiples of {BLOCK}: "
+            f"{stored.path}: weight_block_size is {said!r}, wanted two multiples of {FP8_BLOCK}: "
             "other blocks have no format here"
         )
     return sizes[0], sizes[1]
@@ -237,7 +237,7 @@ def _granularity(
     Raises:
         InputError: a shape that fits none.
     """
-    tall, wide = block or (BLOCK, BLOCK)
+    tall, wide = block or (FP8_BLOCK, FP8_BLOCK)
     grid = -(-n // tall), -(-k // wide)
     if scale.shape in ((), (1,)) or (scale.shape == (1, 1) and not block):
         tall, wide, granularity = n, k, "tensor"

@@ -43,6 +43,7 @@ class Gguf(CheckpointLayout):
     default_format = "int4:group=32,scale=signed"
     half_scales = True
     only_half_scales = True
+    one_file = True
 
     def __init__(self, wanted: str | None = None) -> None:
         """wanted: the type of weights that several types hold, one of `ASKED_FOR`; any case.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from qgraph import registry
-from qgraph.checkpoints.base import Entry
+from qgraph.checkpoints.base import ONE_PER_EXPERT, Entry
 from qgraph.checkpoints.tensors import Stored, StoredTensor
 from qgraph.errors import InputError
 from qgraph.formats.base import GROUPS, Array, Format, QuantizedWeight
@@ -214,7 +214,7 @@ def integer_reason(entry: Entry, bits: tuple[int, ...], *, zeros: bool) -> str |
     if not fmt.symmetric and not zeros:
         return f"{fmt.spell()} has zero points, wanted a symmetric format"
     if entry.experts is not None:
-        return "it has an expert axis, wanted one weight per expert"
+        return ONE_PER_EXPERT
     return None
 
 

@@ -14,8 +14,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorSpec
-from qgraph.checkpoints.fp8 import ACTIVATIONS, fp8_reason, read_fp8, unquantized, write_fp8
+from qgraph.checkpoints.base import (
+    ONE_PER_EXPERT,
+    Checkpoint,
+    CheckpointLayout,
+    Entry,
+    TensorSpec,
+    unquantized,
+)
+from qgraph.checkpoints.fp8 import ACTIVATIONS, fp8_reason, read_fp8, write_fp8
 from qgraph.checkpoints.tensors import (
     Stored,
     StoredTensor,
@@ -108,7 +115,7 @@ class Modelopt(CheckpointLayout):
             reason = fp8_reason(entry, ("tensor", "row"))
             return f"{reason}, or nvfp4" if reason else None
         if entry.experts is not None:
-            return "it has an expert axis, wanted one weight per expert"
+            return ONE_PER_EXPERT
         if entry.k % _GROUP:
             return f"its rows are {entry.k} long, wanted a multiple of {_GROUP}"
         return None

@@ -14,8 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorSpec
-from qgraph.checkpoints.fp8 import unquantized
+from qgraph.checkpoints.base import Checkpoint, CheckpointLayout, Entry, TensorSpec, unquantized
 from qgraph.checkpoints.tensors import Stored, StoredTensor, finite, wanted
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, Part, QuantizedWeight, parse

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from typer.models import CommandInfo
 
 from qgraph._version import __version__
 from qgraph.cli.bench import bench
@@ -39,13 +40,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # typer carries its own copy of click, so the class is reached through what typer exports.
 _UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 
+_HELP = ["-h", "--help"]
+
 app = typer.Typer(
     name="qgraph",
     help="A compiler for quantized models: ONNX in, fused low-bit kernels out, "
     "every node explained.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": _HELP},
 )
 app.command()(optimize)
 app.command()(explain)
@@ -74,11 +77,13 @@ def _common(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        raise InputError(
-            "no command given: optimize, explain, compare, bench, capture, import, export, "
-            "quantize, inspect, generate or demo\n"
-            "try: qgraph --help"
-        )
+        *names, last = (_named(command) for command in app.registered_commands)
+        raise InputError(f"no command given: {', '.join(names)} or {last}\ntry: qgraph --help")
+
+
+def _named(command: CommandInfo) -> str:
+    """What users type for it."""
+    return command.name or str(getattr(command.callback, "__name__", ""))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -102,6 +107,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _status(arguments: Sequence[str]) -> int:
+    if any(name in arguments for name in _HELP):
+        from qgraph.cli.help_tables import keep_names_whole
+
+        keep_names_whole()
     try:
         command = typer.main.get_command(app)
         with command.make_context("qgraph", list(arguments)) as context:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qgraph.cli.options import one_of
+from qgraph.cli.options import RunTarget, Shape, Threads, print_json
 from qgraph.errors import InputError
-from qgraph.registry import names
 
 if TYPE_CHECKING:
     from qgraph.bench_result import Bench
@@ -64,16 +61,6 @@ Memory = Annotated[
     ),
 ]
 Rounds = Annotated[int, typer.Option(metavar="N", min=3, help="How often each side has its turn.")]
-Threads = Annotated[
-    int, typer.Option(metavar="N", min=0, help="Threads within an operator; 0: the runtime's own.")
-]
-Target = Annotated[
-    str,
-    typer.Option(metavar="TARGET", callback=one_of(names("target")), help="What runs the models."),
-]
-Shape = Annotated[
-    str, typer.Option("--format", metavar="table|json", callback=one_of(("table", "json")))
-]
 Report = Annotated[
     Path | None, typer.Option(metavar="FILE.json", help="Also write all figures as JSON.")
 ]
@@ -91,7 +78,7 @@ def bench(
     memory: Memory = None,
     rounds: Rounds = 5,
     threads: Threads = 0,
-    target: Target = "ort-cpu",
+    target: RunTarget = "ort-cpu",
     format_: Shape = "table",
     report: Report = None,
     plot: Plot = None,
@@ -184,8 +171,7 @@ def _check_file(option: str, path: Path | None, inputs: list[Path]) -> None:
 
 def _print(found: Bench | DecodeBench, shape: str) -> None:
     if shape == "json":
-        json.dump(found.to_json(), sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json(found.to_json())
         return
     from qgraph import bench_view, console, decode_view
     from qgraph.bench_result import Bench

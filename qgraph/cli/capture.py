@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,14 @@ Trust = Annotated[
         help="Load a .pt2 with pickles or custom objects in it, which can run any code.",
     ),
 ]
+Opset = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="The newest ONNX opset to write, 18 to 23: 22 is read by ONNX Runtime 1.21 and later, "
+        "21 by 1.20. [default: 23, from 1.23 on]",
+    ),
+]
 SingleFile = Annotated[bool, typer.Option("--single-file", help="No data file (up to 2 GB).")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
@@ -37,6 +46,7 @@ def capture(
     source: Source,
     output: Output = None,
     trust: Trust = False,
+    opset: Opset = None,
     single_file: SingleFile = False,
     force: Force = False,
     quiet: Quiet = False,
@@ -47,17 +57,21 @@ def capture(
     """
     from qgraph import console, pipeline
     from qgraph.cli.options import chosen_output
-    from qgraph.console import megabytes, print_line
+    from qgraph.console import print_line, print_written
+    from qgraph.errors import InputError
+    from qgraph.frontends.torch_files import kind_of
     from qgraph.saved_file import check_output
     from qgraph.writer import save
 
-    place = source.resolve()
+    place = Path(os.path.abspath(source))  # beside a link, not where it leads to
     name = place.name if place.is_dir() else place.stem
+    if opset is not None and kind_of(source) is None and source.is_file():
+        raise InputError(f"--opset: {source} is no .pt2 and no folder, and keeps the opset it has")
     target = chosen_output(output, place.with_name(f"{name}.onnx"))
     check_output(target, force=force, protect=[source])
     with console.Stages(console.messages(), quiet=quiet) as stages:
         stages.stage("capturing")
-        graph = pipeline.capture(source, trust=trust)
+        graph = pipeline.capture(source, trust=trust, opset=opset)
         stages.finish(f"{len(graph.model.graph)} nodes, {len(graph.sites())} sites")
         stages.stage("writing", total=1000)
         files = save(
@@ -73,6 +87,5 @@ def capture(
     out = console.output()
     for note in graph.notes:
         print_line(out, f"note: {note}")
-    for path in files:
-        print_line(out, f"wrote {path} ({megabytes(path.stat().st_size)})")
+    print_written(out, files)
     print_line(out, f"next: qgraph optimize {files[0]} --int4-groups 128")

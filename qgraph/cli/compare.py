@@ -81,6 +81,7 @@ def compare(
     report: Report = None,
 ) -> None:
     """Measure a quantized model: KL divergence, perplexity, agreement, and the error by site."""
+    _check_models(reference, candidate)
     _check(text, tokenizer, data)
     _check_report(report, (reference, candidate, text, tokenizer, data))
     from qgraph import comparing, console
@@ -106,6 +107,15 @@ def compare(
         console.print_line(console.messages(), f"wrote {report}")
     if max_kl is not None:
         found.check(max_kl)
+
+
+def _check_models(*models: Path) -> None:
+    """Name a model that is not there before what else is wrong."""
+    for path in models:
+        if not path.exists():
+            from qgraph.onnx_file import require_model
+
+            require_model(path)
 
 
 def _check(text: Path | None, tokenizer: Path | None, data: Path | None) -> None:

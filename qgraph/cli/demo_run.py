@@ -11,7 +11,7 @@ from rich.console import Console
 
 from qgraph import console, pipeline
 from qgraph.cli.options import group_size
-from qgraph.console import megabytes, print_line, print_table
+from qgraph.console import megabytes, print_line, print_table, print_written
 from qgraph.explanation_view import render
 from qgraph.formats.base import Array
 from qgraph.models import tiny
@@ -48,8 +48,7 @@ def run(folder: Path, groups: str) -> None:
     print_line(out, "")
     render(explanation, out, sites=False)
     print_line(out, "")
-    for path in (*sorted(source.parent.glob(f"{source.name}*")), *result.files):
-        print_line(out, f"wrote {path} ({megabytes(path.stat().st_size)})")
+    print_written(out, [*sorted(source.parent.glob(f"{source.name}*")), *result.files])
     print_line(out, f"next: qgraph explain {target} --profile --against {source}")
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qgraph.cli.options import one_of
+from qgraph.cli.options import Shape, one_of, print_json
 from qgraph.errors import InputError
 from qgraph.registry import names
 
@@ -62,9 +60,6 @@ Node = Annotated[
 Every = Annotated[
     bool, typer.Option("--all", help="Every site and operator, not the slowest or oddest alone.")
 ]
-Shape = Annotated[
-    str, typer.Option("--format", metavar="table|json", callback=one_of(("table", "json")))
-]
 
 
 def explain(
@@ -97,8 +92,7 @@ def explain(
     if node is not None:  # totals and summary stay those of the model
         names = {row.name for row in explanation.select(node)}
         found["sites"] = [site for site in found["sites"] if site["name"] in names]
-    json.dump(found, sys.stdout, indent=2)
-    sys.stdout.write("\n")
+    print_json(found)
 
 
 def _is_json(path: Path) -> bool:

@@ -122,7 +122,7 @@ def export(
 
 def _print(written: Exported) -> None:
     from qgraph import console
-    from qgraph.console import megabytes, print_line
+    from qgraph.console import print_line, print_written
 
     out = console.output()
     notes = [*(written.report.notes if written.report is not None else ()), *written.notes]
@@ -130,8 +130,7 @@ def _print(written: Exported) -> None:
         print_line(out, f"note: {note}")
     counts = f"{len(written.weights)} quantized weights, {written.floats} float tensors"
     print_line(out, f"{written.layout}: {counts}", style="bold")
-    for path in written.files:
-        print_line(out, f"wrote {path} ({megabytes(path.stat().st_size)})")
+    print_written(out, written.files)
     first = written.files[0]
     place = first.parent if first.name == "config.json" else first
     print_line(out, f"next: qgraph inspect {place}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import unicodedata
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qgraph.cli.options import one_of
+from qgraph.cli.options import RunTarget, Threads, print_json
 from qgraph.errors import InputError
-from qgraph.registry import names
 
 if TYPE_CHECKING:
     from qgraph.generation import Generation
@@ -68,13 +66,6 @@ StopToken = Annotated[
         "config.json or tokenizer_config.json name; repeatable.",
     ),
 ]
-Target = Annotated[
-    str,
-    typer.Option(metavar="TARGET", callback=one_of(names("target")), help="What runs the model."),
-]
-Threads = Annotated[
-    int, typer.Option(metavar="N", min=0, help="Threads within an operator; 0: the runtime's own.")
-]
 CacheLayout = Annotated[
     str,
     typer.Option(
@@ -104,7 +95,7 @@ def generate(
     seed: Seed = 0,
     stop: Stop = None,
     stop_token: StopToken = None,
-    target: Target = "ort-cpu",
+    target: RunTarget = "ort-cpu",
     threads: Threads = 0,
     cache_layout: CacheLayout = "",
     as_json: Json = False,
@@ -136,8 +127,7 @@ def generate(
         chat=chat,
     )
     if as_json:
-        json.dump(found.finish().to_json(), sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json(found.finish().to_json())
     elif len(found.rows) == 1:
         _stream(found)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -51,6 +52,7 @@ def import_(
     output: Output = None,
     bindings: Bindings = None,
     target: shared.Target = "ort-cpu",
+    min_runtime: shared.MinRuntime = None,
     accuracy_level: shared.AccuracyLevel = None,
     unfused: shared.Unfused = None,
     prefer: shared.Prefer = None,
@@ -84,6 +86,7 @@ def import_(
             accuracy_level=accuracy_level,
             unfused="portable" if unfused in (None, "auto") else unfused,
             prefer=prefer or "speed",
+            min_runtime=min_runtime,
             dequantize_at_load=dequantize_at_load,
             check=check,
             strict=strict,
@@ -102,6 +105,6 @@ def import_(
 
 def default_output(checkpoint: Path, model: Path | None) -> Path:
     """`model.onnx` → `model.imported.onnx`."""
-    place = (model or checkpoint).resolve()
+    place = Path(os.path.abspath(model or checkpoint))  # beside a link, not where it leads to
     stem = place.name if place.is_dir() else place.stem
     return place.with_name(f"{stem}.imported.onnx")

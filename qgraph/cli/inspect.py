@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from qgraph.cli.options import one_of
+from qgraph.cli.options import Shape, one_of, print_json
 from qgraph.registry import names
 
 if TYPE_CHECKING:
@@ -30,14 +29,11 @@ Target = Annotated[
         help="Whose kernels to ask. Default: ort-cpu and torch.",
     ),
 ]
-OutputFormat = Annotated[
-    str, typer.Option("--format", metavar="table|json", callback=one_of(("table", "json")))
-]
 _HEADER = ("tensor", "shape", "format", "bits/weight", "act order")
 _SIDES: Literal["lllrl"] = "lllrl"
 
 
-def inspect(path: Path_, target: Target = None, format_: OutputFormat = "table") -> None:
+def inspect(path: Path_, target: Target = None, format_: Shape = "table") -> None:
     """Show every quantized tensor of a checkpoint: format, group, bits, kernels.
 
     Example: qgraph inspect my-llama-gptq/
@@ -48,13 +44,14 @@ def inspect(path: Path_, target: Target = None, format_: OutputFormat = "table")
 
     found = inspected(path, targets=(target,) if target else TARGETS)
     if format_ == "json":
-        typer.echo(json.dumps(found.to_json(), indent=2))
+        print_json(found.to_json())
         return
     _print(console.output(), found)
 
 
 def _print(out: Console, found: Inspection) -> None:
     from qgraph.console import megabytes, print_line, print_table
+    from qgraph.own_graph import has_own_graph
 
     if found.rows:
         rows = [
@@ -88,4 +85,5 @@ def _print(out: Console, found: Inspection) -> None:
     formats = ", ".join(f"{count} × {kind}" for kind, count in found.formats.items())
     text = f"{found.layout}: {formats}, {found.bits_per_weight:.2f} bits a weight; {floats}"
     print_line(out, text, style="bold")
-    print_line(out, f"next: qgraph import {found.path} -o OUT.onnx")
+    model = "" if has_own_graph(Path(found.path)) else " MODEL.onnx"
+    print_line(out, f"next: qgraph import {found.path}{model} -o OUT.onnx")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ from qgraph.cli.run_options import (
     Force,
     Fuse,
     KvCache,
+    LastLogits,
     MinCoverage,
     MinRuntime,
     Output,
@@ -95,6 +97,7 @@ def optimize(
     fuse: Fuse = None,
     add_cache: AddCache = None,
     kv_cache: KvCache = None,
+    last_logits: LastLogits = None,
     write_genai_config: WriteGenaiConfig = False,
     target_bits: TargetBits = None,
     max_size: MaxSize = None,
@@ -142,6 +145,7 @@ def optimize(
         "fuse": fuse,
         "add_cache": add_cache,
         "kv_cache": kv_cache,
+        "last_logits": last_logits,
         "target_bits": target_bits,
         "max_size": None if max_size is None else parse_size(max_size),
         "mixed": mixed or None,
@@ -187,10 +191,13 @@ def optimize(
     else:
         outcome.print_result(out, result, quiet, model if model.suffix == ".onnx" else None)
     if genai is not None and written is not None:
+        from qgraph.genai_config import PADS_BEHIND
         from qgraph.genai_config import write_genai_config as write
 
         for path in write(written, *genai, force=force):
             console.print_line(out, f"wrote {path}")
+        if asked.last_logits and not quiet:
+            console.print_line(out, f"note: {PADS_BEHIND}")
 
 
 def _genai_config(model: Path, tokenizer: Path | None) -> tuple[Path, Mapping[str, Any]]:
@@ -204,6 +211,6 @@ def _genai_config(model: Path, tokenizer: Path | None) -> tuple[Path, Mapping[st
 def default_output(model: Path, recipe: Recipe) -> Path:
     """`model.onnx` → `model.int4.onnx`, after the format that was asked for."""
     name = recipe.format.partition(":")[0]
-    folder = model.resolve() if model.is_dir() else None
+    folder = Path(os.path.abspath(model)) if model.is_dir() else None
     stem = folder.name if folder is not None else model.stem
     return (folder or model).with_name(f"{stem}.{'int4' if name == 'auto' else name}.onnx")

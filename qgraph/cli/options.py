@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,6 +35,25 @@ def one_of(known: Sequence[str]) -> Callable[[str | None], str | None]:
         return value
 
     return check
+
+
+Shape = Annotated[
+    str, typer.Option("--format", metavar="table|json", callback=one_of(("table", "json")))
+]
+"""How a command shows what it found."""
+RunTarget = Annotated[
+    str,
+    typer.Option(metavar="TARGET", callback=one_of(names("target")), help="What runs the models."),
+]
+Threads = Annotated[
+    int, typer.Option(metavar="N", min=0, help="Threads within an operator; 0: the runtime's own.")
+]
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    """Print an answer as JSON, for programs."""
+    json.dump(content, sys.stdout, indent=2)
+    sys.stdout.write("\n")
 
 
 def solver(value: str | None) -> str | None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from qgraph._version import __version__
-from qgraph.console import megabytes, print_line
+from qgraph.console import megabytes, print_line, print_written
 from qgraph.explanation_plan import from_plan
-from qgraph.explanation_view import print_names, render_kernels, render_reasons
+from qgraph.explanation_view import print_hint, print_names, render_kernels, render_reasons
 from qgraph.kernel_choice import spell_many
 from qgraph.report import REASONS, Step
 
 if TYPE_CHECKING:
+    from qgraph.explanation import Explanation
     from qgraph.pipeline import Result
     from qgraph.plan import QuantPlan
     from qgraph.recipe import Override, Recipe
@@ -66,27 +67,21 @@ def spell_override(item: Override) -> str:
     return f"{item.selector}={' '.join(filter(None, (item.format, item.solver, rounded)))}"
 
 
-_UNUSUAL = {
-    "activations": "activations",
-    "outliers": "outliers",
-    "calibration": "calibration",
-    "unfused": "unfused",
-    "prefer": "prefer",
-    "min_runtime": "min runtime",
-    "purpose": "for",
-    "dequantize_at_load": "dequantize at load",
-    "fuse": "fuse",
-    "min_elements": "min elements",
-}
-"""Options that are printed where they are not as by default: field → words."""
+_TOLD = frozenset(
+    "format group solver embedding accuracy_level include exclude overrides options target_bits "
+    "max_size max_kl candidates".split()
+)
+"""Fields of a recipe that have words of their own; the others are told where they are unusual."""
 
 
 def _unusual(recipe: Recipe) -> dict[str, str]:
+    """What differs from the defaults, by its name on the command line."""
     usual = type(recipe)()
     found = {}
-    for field, words in _UNUSUAL.items():
+    for field in (each.name for each in dataclasses.fields(recipe) if each.name not in _TOLD):
         value = getattr(recipe, field)
         if value != getattr(usual, field):
+            words = "for" if field == "purpose" else field.replace("_", " ")
             found[words] = {True: "yes", False: "no"}.get(value, str(value))
     return found
 
@@ -113,14 +108,14 @@ def print_result(console: Console, result: Result, quiet: bool, source: Path | N
         return
     totals = result.report.totals
     _kernels(console, result.plan)
-    _surprises(console, result.report.steps)
-    render_reasons(dataclasses.replace(from_plan(result.plan, ""), source="file"), console)
+    said = _surprises(console, result.report.steps)
+    found = dataclasses.replace(from_plan(result.plan, ""), source="file")
+    render_reasons(_without(found, said), console)
     for note in result.report.notes:
         print_line(console, f"note: {note}")
     print_line(console, "")
     print_line(console, result.summary, style="bold")
-    for path in result.files:
-        print_line(console, f"wrote {path} ({megabytes(path.stat().st_size)})")
+    print_written(console, result.files)
     cost = _cost(totals)
     if cost:
         print_line(console, f"took {cost}")
@@ -141,7 +136,7 @@ def print_plan(console: Console, result: Result, report: Path | None, quiet: boo
             print_line(console, f"prediction: {result.prediction.line}")
     print_line(console, result.summary, style="bold")
     if report is not None:
-        print_line(console, f"wrote {report} ({megabytes(report.stat().st_size)})")
+        print_written(console, [report])
         print_line(console, f"next: qgraph explain {report}")
 
 
@@ -158,8 +153,21 @@ def _kernels(console: Console, plan: QuantPlan) -> None:
         print_line(console, f"{count:>5} × {spelled} → {kernel}")
 
 
-def _surprises(console: Console, steps: Sequence[Step]) -> None:
-    """Print the sites that were done otherwise than planned, by reason, each once."""
+def _without(explanation: Explanation, said: Collection[tuple[str, str | None]]) -> Explanation:
+    """An explanation without the remarks that were printed already: sites and their reasons."""
+    rows = [row for found in explanation.remarks.values() for row in found]
+    known = {row.name for row in rows if (row.name, row.reason) in said}
+    return dataclasses.replace(
+        explanation,
+        sites=tuple(
+            dataclasses.replace(row, reason=None) if row.name in known else row
+            for row in explanation.sites
+        ),
+    )
+
+
+def _surprises(console: Console, steps: Sequence[Step]) -> set[tuple[str, str | None]]:
+    """Print the sites that were done otherwise than planned, by reason; each, and its reason."""
     last = {step.site: step for step in steps if step.outcome in ("changed", "failed")}
     by_reason: dict[str, list[Step]] = {}
     for step in last.values():
@@ -168,7 +176,10 @@ def _surprises(console: Console, steps: Sequence[Step]) -> None:
         meaning = f"{code}: {REASONS[code].meaning}" if code else "see the report"
         print_line(console, "")
         print_line(console, f"{len(found)} × otherwise than planned, {meaning}", style="yellow")
+        if code:
+            print_hint(console, code)
         print_names(console, [(step.site, step.detail) for step in found])
+    return {(step.site, step.reason) for step in last.values()}
 
 
 def _cost(totals: Mapping[str, Any]) -> str:

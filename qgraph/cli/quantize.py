@@ -134,7 +134,7 @@ def quantize(
 
 
 def _print(out: Console, done: Quantized, quiet: bool) -> None:
-    from qgraph.console import megabytes, print_line
+    from qgraph.console import print_line, print_written
 
     if not quiet:
         reasons = Counter(kept.reason for kept in done.kept if kept.is_weight)
@@ -146,6 +146,5 @@ def _print(out: Console, done: Quantized, quiet: bool) -> None:
     print_line(out, done.summary, style="bold")
     if quiet:
         return
-    for path in done.files:
-        print_line(out, f"wrote {path} ({megabytes(path.stat().st_size)})")
+    print_written(out, done.files)
     print_line(out, f"next: qgraph inspect {done.place}")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from qgraph.cli.options import one_of
+from qgraph.recipe import LEVELS, PREFERENCES, UNFUSED
 from qgraph.registry import names
 
 _RUNS, _FILES = "Target and checks", "Files"
@@ -35,8 +36,8 @@ Resume = Annotated[
 Unfused = Annotated[
     str | None,
     typer.Option(
-        metavar="auto|float|portable",
-        callback=one_of(("auto", "float", "portable")),
+        metavar="|".join(UNFUSED),
+        callback=one_of(UNFUSED),
         rich_help_panel=_RUNS,
         help="What becomes of weights that no kernel takes: floats as they are, or packed and "
         "dequantized block by block (small, slow). [default: auto: portable for formats that are "
@@ -46,8 +47,8 @@ Unfused = Annotated[
 Prefer = Annotated[
     str | None,
     typer.Option(
-        metavar="speed|size",
-        callback=one_of(("speed", "size")),
+        metavar="|".join(PREFERENCES),
+        callback=one_of(PREFERENCES),
         rich_help_panel=_RUNS,
         help="mxfp4 and nvfp4 have no kernel of their own on CPUs: written as 8-bit integers they "
         "are exact, fast, and twice the size. [default: speed]",
@@ -91,6 +92,16 @@ KvCache = Annotated[
         "costs is measured. [default: floats]",
     ),
 ]
+LastLogits = Annotated[
+    bool | None,
+    typer.Option(
+        "--last-logits/--no-last-logits",
+        rich_help_panel=_RUNS,
+        help="Let a decoder give the logits of the last token of each row alone, which making text "
+        "takes: its head no longer computes those of a whole prompt. Rows of several lengths are "
+        "then to be padded in front: behind, the last token is padding. [default: no]",
+    ),
+]
 WriteGenaiConfig = Annotated[
     bool,
     typer.Option(
@@ -121,8 +132,8 @@ MinRuntime = Annotated[
 AccuracyLevel = Annotated[
     str | None,
     typer.Option(
-        metavar="auto|0|4",
-        callback=one_of(("auto", "0", "4")),
+        metavar="|".join(LEVELS),
+        callback=one_of(LEVELS),
         rich_help_panel=_RUNS,
         help="4 computes on int8 activations, 0 on floats. Default: auto.",
     ),

@@ -20,6 +20,11 @@ from qgraph.formats.level_functions import Spelling
 from qgraph.formats.level_groups import LevelGroups, Scales, float_scales, largest
 from qgraph.formats.linear_function import ROWS
 
+FP8_BLOCK = ROWS
+"""Rows and columns that share a scale with scale=block, as DeepSeek-V3 has it.
+
+As many as the function computes at a time, so that each step takes one row of scales.
+"""
 Granularity = Literal["tensor", "row", "block"]
 
 
@@ -34,7 +39,7 @@ class Fp8(LevelGroups):
     """The largest magnitude of the whole weight, for one scale per tensor."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "group", ROWS if self.scale == "block" else 0)
+        object.__setattr__(self, "group", FP8_BLOCK if self.scale == "block" else 0)
 
     @property
     def options(self) -> dict[str, tuple[str, ...]]:
@@ -60,7 +65,7 @@ class Fp8(LevelGroups):
     @property
     def _shared_rows(self) -> int:
         """Rows that share their scales; 0 for all of a weight."""
-        return {"tensor": 0, "row": 1, "block": ROWS}[self.scale]
+        return {"tensor": 0, "row": 1, "block": FP8_BLOCK}[self.scale]
 
     @property
     def free_scales(self) -> bool:
@@ -90,8 +95,8 @@ class Fp8(LevelGroups):
         if self.scale == "tensor":
             amax = np.full_like(amax, amax.max() if self.amax is None else self.amax)
         elif self.scale == "block":
-            blocks = np.maximum.reduceat(amax, np.arange(0, n, ROWS), axis=0)
-            amax = np.repeat(blocks, ROWS, axis=0)[:n]
+            blocks = np.maximum.reduceat(amax, np.arange(0, n, FP8_BLOCK), axis=0)
+            amax = np.repeat(blocks, FP8_BLOCK, axis=0)[:n]
         return Scales(float_scales(amax, self.top, scale_dtype))
 
     def _scale_rows(self, n: int) -> int:
@@ -128,7 +133,7 @@ class Fp8(LevelGroups):
         if layout.kind == "own":
             return {
                 "codes": PartSpec((n, k), _TYPES[self.numbers]),
-                "scales": PartSpec((n, count_groups(k, ROWS)), ir.DataType.FLOAT),
+                "scales": PartSpec((n, count_groups(k, FP8_BLOCK)), ir.DataType.FLOAT),
             }
         shape = {"tensor": (), "row": (n,), "block": (n, count_groups(k, self.group))}[self.scale]
         return {
@@ -143,7 +148,7 @@ class Fp8(LevelGroups):
         codes = np.ascontiguousarray(weight.codes).view(_TYPES[self.numbers].numpy())
         if layout.kind == "own":
             wide = weight.scales.astype(np.float32)
-            repeats = 1 if self.group else count_groups(weight.codes.shape[1], ROWS)
+            repeats = 1 if self.group else count_groups(weight.codes.shape[1], FP8_BLOCK)
             return {"codes": codes, "scales": np.repeat(wide, repeats, axis=1)}
         # ONNX Runtime may move a Transpose through a DequantizeLinear by rounding again, which
         # divides by the scale: where all codes are 0, any scale says the same as 0 does.
@@ -159,7 +164,7 @@ class Fp8(LevelGroups):
             return super().unpack(parts, n, k, layout)
         codes = parts["codes"].view(np.uint8).reshape(n, k)
         if layout.kind == "own":
-            wide = read_scales(parts["scales"], n, count_groups(k, ROWS))
+            wide = read_scales(parts["scales"], n, count_groups(k, FP8_BLOCK))
             return QuantizedWeight(codes, wide if self.group else wide[:, :1])
         if self.scale == "tensor":
             scales = np.repeat(read_scales(parts["scales"], 1, 1), n, axis=0)

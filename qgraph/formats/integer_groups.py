@@ -101,6 +101,11 @@ class IntegerGroups(Format):
         return self.zero == "float"
 
     @property
+    def _zeros(self) -> Zeros:
+        """What the functions read besides codes and scales."""
+        return "none" if self.symmetric else "float" if self._float_zeros else "codes"
+
+    @property
     def _middle(self) -> int:
         """MatMulNBits' zero point where it is given none."""
         return 1 << (self.bits - 1)
@@ -366,13 +371,11 @@ class IntegerGroups(Format):
     def function(self, opset: int) -> ir.Function:
         """See `Format.function`."""
         levels = np.arange(1 << self.bits) - self._offset
-        zeros: Zeros = "none" if self.symmetric else "float" if self._float_zeros else "codes"
-        return dequantize_function(self.function_name, opset, levels, zeros=zeros)
+        return dequantize_function(self.function_name, opset, levels, zeros=self._zeros)
 
     def linear(self, opset: int) -> ir.Function:
         """See `Format.linear`."""
-        zeros: Zeros = "none" if self.symmetric else "float" if self._float_zeros else "codes"
-        return linear_function(self.linear_name, opset, self.bits, zeros)
+        return linear_function(self.linear_name, opset, self.bits, self._zeros)
 
     def _zeros_type(self, stored: np.dtype[np.floating[Any]]) -> np.dtype[Any]:
         return stored if self._float_zeros else np.dtype(np.uint8)

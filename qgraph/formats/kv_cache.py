@@ -18,10 +18,11 @@ import onnx_ir as ir
 from qgraph.errors import InputError
 from qgraph.formats.packing import pack_bits, unpack_bits
 from qgraph.formats.parts import Array
+from qgraph.formats.small_floats import E4M3_MAX
 from qgraph.registry import did_you_mean
 
 Spread = Literal["tensor", "channel"]
-_LIMITS = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+_LIMITS = {"int8": 127.0, "int4": 7.0, "fp8": E4M3_MAX}
 """The largest code on both sides of 0; integers have one more below."""
 NAMES = tuple(_LIMITS)
 SPREADS: tuple[Spread, ...] = ("channel", "tensor")

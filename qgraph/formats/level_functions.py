@@ -19,7 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from qgraph.formats.base import Array
-from qgraph.formats.linear_function import ROWS, STACKED
+from qgraph.formats.linear_function import BY_PLANE, ROWS, WIDTH, by_blocks
 
 Order = Literal["low", "high", "halves"]
 """Where the even elements of a block lie in its bytes: in the low halves, or in the high ones; or
@@ -117,67 +117,6 @@ _VALUES: dict[Order, str] = {
     "halves": "values = Concat <axis = 2> (plane_0, plane_1)",
 }
 
-_LINEAR = (
-    """
-<domain: "qgraph", opset_import: ["" : {opset}]>
-{name} <k, dtype> (x, {inputs}) => (y) {{
-    zero = Constant <value_ints = [0]> ()
-    one = Constant <value_ints = [1]> ()
-    two = Constant <value_ints = [2]> ()
-    three = Constant <value_ints = [3]> ()
-    last = Constant <value_ints = [-1]> ()
-    rows_in_block = Constant <value_ints = [{rows}]> ()
-    planes = Constant <value_ints = [{planes}]> ()
-    {tables}
-    codes_shape = Shape (codes)
-    n = Slice (codes_shape, zero, one)
-    groups = Slice (codes_shape, one, two)
-    bytes = Slice (codes_shape, two, three)
-    bytes_in_row = Mul (groups, bytes)
-    {width}
-    k_number = Constant <value_int: int = @k> ()
-    k_vector = Reshape (k_number, one)
-    x_shape = Shape (x)
-    lead = Slice (x_shape, zero, last)
-    lead_1 = Max (lead, one)
-    lead_and_1 = Concat <axis = 0> (lead_1, one)
-    m_1 = ReduceProd <keepdims = 1> (lead_and_1)
-    flat_shape = Concat <axis = 0> (last, k_vector)
-    flat = Reshape (x, flat_shape)
-    wide = Cast <to = 1> (flat)
-    flat_sizes = Shape (wide)
-    m = Slice (flat_sizes, zero, one)
-    lacking_rows = Sub (m_1, m)
-    lacking_columns = Sub (width, k_vector)
-    x_pads = Concat <axis = 0> (zero, zero, lacking_rows, lacking_columns)
-    padded = Pad (wide, x_pads)
-    {columns}
-    {steps}
-    first_row = Squeeze (zero)
-    end_row = Squeeze (n)
-    step = Squeeze (rows_in_block)
-    starts = Range (first_row, end_row, step)
-    parts = Scan <num_scan_inputs = 1, scan_output_axes = [1],
-                  body = block (int64 start) => (float[?, ?] part) {{
-        begin = Reshape (start, one)
-        end = Add (begin, rows_in_block)
-        packed = Slice (codes, begin, end, zero)
-        {index}
-        {planes_text}
-        {own_steps}
-        column = Unsqueeze (row_steps, two)
-        scaled = Mul (values, column)
-"""
-    + STACKED
-)
-_COLUMNS = (
-    "by_code_shape = Concat <axis = 0> (last, groups, bytes, planes)",
-    "by_code = Reshape (padded, by_code_shape)",
-    "by_plane = Transpose <perm = [0, 1, 3, 2]> (by_code)",
-    "columns_shape = Concat <axis = 0> (last, width)",
-    "columns = Reshape (by_plane, columns_shape)",
-)
-
 
 def dequantize_function(name: str, opset: int, spelling: Spelling) -> ir.Function:
     """`qgraph::name(codes, scales[, …]) -> W`, computed in float32, cast to `dtype`."""
@@ -197,8 +136,8 @@ def dequantize_function(name: str, opset: int, spelling: Spelling) -> ir.Functio
         name=name,
         opset=opset,
         inputs=spelling.inputs,
-        tables=_constants(spelling.tables),
-        index=_index(spelling, "codes"),
+        tables=_text(_constants(spelling.tables)),
+        index=_text(_index(spelling, "codes")),
         values=_text([*planes, values]),
         steps=_text(spelling.step_lines()),
         own_steps=_text(rows),
@@ -236,42 +175,38 @@ def linear_function(name: str, opset: int, spelling: Spelling) -> ir.Function:
     else:
         planes.append("values = Identity (plane_0)")
     natural = spelling.planes == 1 or spelling.order == "halves"
-    text = _LINEAR.format(
-        name=name,
-        opset=opset,
-        inputs=spelling.inputs,
-        rows=ROWS,
-        planes=spelling.codes_in[0] if spelling.unpack else spelling.planes,
+    text = by_blocks(
+        name,
+        opset,
+        spelling.inputs,
+        spelling.codes_in[0] if spelling.unpack else spelling.planes,
+        (*_index(spelling, "packed"), *planes, *_OWN_STEPS[spelling.shared_rows], *_SCALED),
         tables=_constants(spelling.tables),
-        index=_index(spelling, "packed"),
-        width=_width(spelling),
-        columns="columns = Identity (padded)" if natural else _text(_COLUMNS),
-        steps=_text(spelling.step_lines()),
-        planes_text=_text(planes),
-        own_steps=_text(_OWN_STEPS[spelling.shared_rows]),
+        width=_width(spelling) if spelling.unpack else WIDTH,
+        columns=("columns = Identity (padded)",) if natural else BY_PLANE,
+        steps=spelling.step_lines(),
     )
     return _parsed(text, spelling)
 
 
-def _index(spelling: Spelling, packed: str) -> str:
+_SCALED = ("column = Unsqueeze (row_steps, two)", "scaled = Mul (values, column)")
+
+
+def _index(spelling: Spelling, packed: str) -> list[str]:
     """`index`, int32: the bytes of `packed`, or the codes in them where they lie across bytes."""
     if not spelling.unpack:
-        return f"index = Cast <to = 6> ({packed})"
+        return [f"index = Cast <to = 6> ({packed})"]
     renamed = [] if packed == "packed" else [f"packed = Identity ({packed})"]
-    return _text([*renamed, *spelling.unpack])
+    return [*renamed, *spelling.unpack]
 
 
-def _width(spelling: Spelling) -> str:
-    """`width`: the codes in a row, padding included."""
-    if not spelling.unpack:
-        return "width = Mul (bytes_in_row, planes)"
-    return _text(
-        [
-            f"bytes_in_word = Constant <value_ints = [{spelling.codes_in[1]}]> ()",
-            "words_in_row = Div (bytes_in_row, bytes_in_word)",
-            "width = Mul (words_in_row, planes)",
-        ]
-    )
+def _width(spelling: Spelling) -> list[str]:
+    """`width` of codes that lie across bytes: those in a row, padding included."""
+    return [
+        f"bytes_in_word = Constant <value_ints = [{spelling.codes_in[1]}]> ()",
+        "words_in_row = Div (bytes_in_row, bytes_in_word)",
+        "width = Mul (words_in_row, planes)",
+    ]
 
 
 def _plane_lines(spelling: Spelling) -> list[str]:
@@ -285,9 +220,9 @@ def _plane_lines(spelling: Spelling) -> list[str]:
     return lines
 
 
-def _constants(tables: Mapping[str, Array]) -> str:
+def _constants(tables: Mapping[str, Array]) -> list[str]:
     """A Constant for each table, of one number until `_parsed` puts the table in."""
-    return _text([f"{name} = Constant <value = float[1] {{0}}> ()" for name in tables])
+    return [f"{name} = Constant <value = float[1] {{0}}> ()" for name in tables]
 
 
 def _text(lines: Iterable[str]) -> str:

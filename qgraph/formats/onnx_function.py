@@ -12,6 +12,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 DOMAIN = "qgraph"
+"""Of the functions that formats make, and of no others."""
 Zeros: TypeAlias = Literal["none", "codes", "float"]
 """The third part of integer groups: nothing, zero points packed like the codes, or floats."""
 

@@ -13,7 +13,7 @@ from qgraph.formats.base import Array, Format
 
 UNIT_ROUNDOFF = 2.0**-24
 """Of float32: the largest relative error of one rounding."""
-_HALF_STEP = 1 / 254
+INT8_HALF_STEP = 1 / 254
 """Of int8 activations, relative to the largest of their block: half of 1/127."""
 
 
@@ -87,7 +87,7 @@ def product_bound(
     if block is not None:
         starts = np.arange(0, weight.shape[1], block or weight.shape[1])
         largest = np.maximum.reduceat(sizes, starts, axis=-1)
-        bound += _HALF_STEP * (largest @ np.add.reduceat(reach[0], starts, axis=1).T)
+        bound += INT8_HALF_STEP * (largest @ np.add.reduceat(reach[0], starts, axis=1).T)
     return bound
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import onnx_ir as ir
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
 Part = Literal["codes", "scales", "zeros", "tensor", "nested", "minimums"]
-PARTS: tuple[Part, ...] = ("codes", "scales", "zeros", "tensor", "nested", "minimums")
+PARTS: tuple[Part, ...] = get_args(Part)
 """In the order in which `qgraph::Dequantize…` reads them. Every format has codes and scales, and
 at most one more: zero points, a scale of the whole tensor, or the scales of its scales; minimums,
 in the layout "sums", stand for zero points."""

@@ -10,12 +10,11 @@ import onnx_ir as ir
 
 from qgraph import function_inlining
 from qgraph.errors import GraphError, InputError
+from qgraph.formats.onnx_function import DOMAIN
 from qgraph.frontends import lifting, naming, shapes
 from qgraph.frontends.notes import Note
+from qgraph.node_form import check_nodes
 from qgraph.scopes import scopes
-
-DOMAIN = "qgraph"
-"""The domain of the functions that this project writes."""
 
 _LOCAL = re.compile(
     r"""File "|\.py[(:"', ]|\.py$|(?:^|[\s"'=(\[])(?:/[\w.~-]+){2,}|\b[A-Za-z]:\\""", re.MULTILINE
@@ -40,6 +39,7 @@ def canonicalize(
         InputError: the graph cannot be represented; the message says why and the way out.
     """
     notes = _opsets(model)
+    check_nodes(model)
     _strip_metadata(model)
     notes += _sort(model)
     function_inlining.inline_functions(model, lambda f: f.domain == DOMAIN and trusted(f))

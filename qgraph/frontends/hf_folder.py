@@ -22,6 +22,7 @@ def load(
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     read: Collection[str] = (),
+    opset: int | None = None,
 ) -> Loaded:
     """The model of a folder as an ONNX graph, batch and sequence open.
 
@@ -33,6 +34,7 @@ def load(
     shapes: name and shape of every weight, where the folder's are quantized: the graph then has
         zeros in their place, float32, which take no memory.
     read: the weights whose values are read nevertheless.
+    opset: the newest that may be written; None for 23.
 
     Raises:
         InputError: no config.json or safetensors, a model that transformers does not know,
@@ -48,7 +50,7 @@ def load(
     with torch_onnx.quiet():
         module, notes = _module(folder, config, tensors)
     feeds, axes = _example(module, folder)
-    found = torch_export.load(module, (), feeds, axes, title=folder.name or None)
+    found = torch_export.load(module, (), feeds, axes, title=folder.name or None, opset=opset)
     return Loaded(found.model, (*notes, *found.notes))
 
 

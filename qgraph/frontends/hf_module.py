@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qgraph.errors import InputError
+from qgraph.errors import InputError, one_line
+from qgraph.expert_sites import GATHERED
 from qgraph.frontends import hf_config, hf_weights
 
 
@@ -74,7 +75,7 @@ def parameter_shapes(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple
     except Exception as error:
         raise InputError(
             f"transformers {transformers.__version__} cannot build the model of {folder}: "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            f"{type(error).__name__}: {one_line(error)}"
         ) from None
     return {name: tuple(each.shape) for name, each in module.named_parameters()}
 
@@ -90,11 +91,7 @@ def spread_experts(module: Any) -> list[str]:
     if not routed or not getattr(module, "_can_set_experts_implementation", lambda: False)():
         return []
     module.set_experts_implementation("batched_mm")
-    return [
-        "each token gathers the weights of its experts while those are floats, so that memory "
-        "grows with the number of tokens times that of the experts that each is given; quantized, "
-        "one expert is read at a time"
-    ]
+    return [GATHERED]
 
 
 def check_keys(

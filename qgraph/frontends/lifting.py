@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.constants import FLOATS
+from qgraph.constants import FLOATS, constant_value
 from qgraph.frontends.naming import Names, add_alias
 from qgraph.scopes import scopes
 
@@ -63,14 +63,9 @@ def constant_of(node: ir.Node) -> ir.TensorProtocol | None:
 def _to_initializer(scope: ir.Graph, node: ir.Node, tensor: ir.TensorProtocol) -> None:
     """Replace a Constant node by an initializer under the name of its output."""
     output = node.outputs[0]
-    value = ir.Value(
-        name=output.name,
-        type=ir.TensorType(tensor.dtype),
-        shape=ir.Shape(tensor.shape.numpy()),
-        metadata_props=dict(output.metadata_props),
-    )
-    tensor.name = value.name
-    value.const_value = tensor
+    tensor.name = output.name
+    value = constant_value(output.name or "", tensor)
+    value.metadata_props.update(output.metadata_props)
     value.meta.update(output.meta)
     add_alias(value, node.name or "")
     output.replace_all_uses_with(value)

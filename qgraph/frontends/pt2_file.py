@@ -17,12 +17,13 @@ from qgraph.frontends.pt2_members import Members
 from qgraph.frontends.torch_export import Loaded
 
 
-def load(path: Path, trust: bool = False) -> Loaded:
+def load(path: Path, trust: bool = False, opset: int | None = None) -> Loaded:
     """The program of a `.pt2` as an ONNX graph.
 
     Args:
         path: the file.
         trust: load members that are pickles or custom objects too.
+        opset: the newest that may be written; None for 23.
 
     Raises:
         InputError: no `.pt2`, of another version, damaged, or one that could run code.
@@ -44,7 +45,7 @@ def load(path: Path, trust: bool = False) -> Loaded:
             raise
         except Exception as error:
             raise InputError(_reason(error, path, written)) from None
-    return torch_export.load(program, title=path.stem)
+    return torch_export.load(program, title=path.stem, opset=opset)
 
 
 def _program(file: IO[bytes]) -> Any:

@@ -17,10 +17,8 @@ _WAY_OUT = (
     "loading it could run any code. If you know who made it, --trust (trust=True in "
     "qgraph.capture) loads it all the same; else save it again with torch.export.save"
 )
-_WEIGHTS, _CONSTANTS = (
-    "data/weights/model_weights_config.json",
-    ("data/constants/model_constants_config.json"),
-)
+_WEIGHTS = "data/weights/model_weights_config.json"
+_CONSTANTS = "data/constants/model_constants_config.json"
 _PROGRAM, _SAMPLE = "models/model.json", "data/sample_inputs/model.pt"
 _KNOWN = re.compile(
     r"archive_format|archive_version|byteorder|\.data/(version|serialization_id)|version"

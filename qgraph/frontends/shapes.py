@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import onnx
 import onnx_ir as ir
 
+from qgraph.errors import one_line
 from qgraph.frontends.notes import Note
 from qgraph.scopes import scopes
 
@@ -25,12 +26,8 @@ def infer_shapes(model: ir.Model) -> list[Note]:
             proto = ir.serde.serialize_model(model)
         inferred = onnx.shape_inference.infer_shapes(proto, strict_mode=False, data_prop=True)
     except Exception as error:  # whatever the C++ side or the serializer finds wrong
-        message = " ".join(str(error).split())[:300]
-        return [
-            Note(
-                "SHAPES_NOT_INFERRED", model.graph.name or "", f"shape inference failed: {message}"
-            )
-        ]
+        reason = f"shape inference failed: {one_line(error)}"
+        return [Note("SHAPES_NOT_INFERRED", model.graph.name or "", reason)]
     found = {info.name: info.type for info in _infos(inferred.graph)}
     for scope in scopes(model.graph):
         for value in (*scope.inputs, *(out for node in scope for out in node.outputs)):

@@ -30,8 +30,9 @@ def load(
     dynamic_shapes: Any = None,
     *,
     title: str | None = None,
+    opset: int | None = None,
 ) -> Loaded:
-    """Trace `source` as it infers, and translate it to ONNX ops of opset 23.
+    """Trace `source` as it infers, and translate it to ONNX ops of opset 23, or an older one.
 
     Parameters keep their names and are shared with the module, not copied; a parameter with
     several names is one initializer with aliases. Outputs of a mapping or dataclass are named
@@ -43,18 +44,25 @@ def load(
         kwargs: example inputs, by name.
         dynamic_shapes: as torch.export takes it; also {axis: name} with a name as text.
         title: the graph's name; None for the module's class.
+        opset: the newest that may be written, 18 and later; None for 23.
 
     Raises:
-        InputError: torch cannot export it; the message names the module and torch's reason.
+        InputError: the opset is older, or torch cannot export it; the message names the module
+            and torch's reason.
         MissingExtra: torch is not installed.
     """
     torch_onnx.need({"torch": "torch"}, "capturing a torch module")
+    newest = torch_onnx.OPSET if opset is None else min(opset, torch_onnx.OPSET)
+    if newest < torch_onnx.OLDEST_OPSET:
+        raise InputError(
+            f"opset {opset}: torch exports opset {torch_onnx.OLDEST_OPSET} to {torch_onnx.OPSET}"
+        )
     name = title or type(source).__name__
     _check_weights(source, name)
     if hasattr(source, "forward"):
         dynamic_axes.check(source, args, kwargs or {}, dynamic_shapes, name)
     try:
-        program = torch_onnx.export(source, args, kwargs, dynamic_shapes)
+        program = torch_onnx.export(source, args, kwargs, dynamic_shapes, opset=newest)
     except MemoryError:
         raise
     except Exception as error:

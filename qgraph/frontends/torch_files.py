@@ -31,8 +31,8 @@ def kind_of(path: Path) -> Kind | None:
     return "pt2" if is_zip or path.suffix.lower() == ".pt2" else None
 
 
-def load(path: Path, kind: Kind, trust: bool = False) -> FromFiles:
-    """The model of a `.pt2` or a folder.
+def load(path: Path, kind: Kind, trust: bool = False, opset: int | None = None) -> FromFiles:
+    """The model of a `.pt2` or a folder, at `opset` or an older one.
 
     Raises:
         InputError: as `pt2_file.load` and `hf_folder.load` say.
@@ -41,9 +41,9 @@ def load(path: Path, kind: Kind, trust: bool = False) -> FromFiles:
     if kind == "pt2":
         from qgraph.frontends import pt2_file
 
-        found = pt2_file.load(path, trust)
+        found = pt2_file.load(path, trust, opset)
         return FromFiles(found.model, found.notes, (path,))
     from qgraph.frontends import hf_folder
 
-    found = hf_folder.load(path)
+    found = hf_folder.load(path, opset=opset)
     return FromFiles(found.model, found.notes, hf_folder.files(path))

@@ -1,6 +1,6 @@
 """Launch parameters of the Triton kernels, measured once per GPU and kept on disk.
 
-The file is `~/.cache/qgraph/autotune-<gpu>-<triton version>.json`:
+The file is `autotune-<gpu>-<triton version>.json` in the user's cache (see `qgraph.user_cache`):
 `{"schema": 1, "configs": {key: [numbers of Config]}, "rows": {key: M}}`. `rows` holds the M from
 which a shape is faster dequantized and multiplied by the vendor's library; benchmarks write it.
 Without a GPU, in the interpreter, while a CUDA graph is captured and under `QGRAPH_AUTOTUNE=0`
@@ -14,13 +14,16 @@ import json
 import os
 import re
 import statistics
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from qgraph.errors import InputError
+from qgraph.out_file import write_file
+from qgraph.user_cache import cache_folder
 
 WARPS_WANTED = 8
 """Warps on each multiprocessor below which a guess splits K: two programs of four."""
@@ -105,7 +108,7 @@ def spell(key: Sequence[Any]) -> str:
 
 
 class File:
-    """What is known of one GPU; written as a whole, under another name first."""
+    """What is known of one GPU; written as a whole or not at all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -138,12 +141,8 @@ class File:
         data = {"schema": 1, "configs": self.configs, "rows": self.rows}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self.path.parent, delete=False, encoding="utf-8"
-            ) as file:
-                json.dump(data, file, indent=1, sort_keys=True)
-            os.replace(file.name, self.path)
-        except OSError as error:
+            write_file(self.path, json.dumps(data, indent=1, sort_keys=True).encode())
+        except (OSError, InputError) as error:
             warnings.warn(f"{self.path} cannot be written: {error}", stacklevel=2)
 
 
@@ -162,7 +161,7 @@ def _opened(gpu: str) -> File:
     import triton
 
     name = re.sub(r"[^A-Za-z0-9]+", "-", gpu)
-    return File(Path.home() / ".cache" / "qgraph" / f"autotune-{name}-{triton.__version__}.json")
+    return File(cache_folder() / f"autotune-{name}-{triton.__version__}.json")
 
 
 def _may_measure() -> bool:

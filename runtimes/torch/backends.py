@@ -26,7 +26,6 @@ MATVEC = "triton matrix-vector"
 TILES = "triton tiles"
 FP8_TILES = "triton fp8 tiles"
 
-FP8_BLOCK = 128
 FP8_BLOCKS = "Fp8E4m3BlockV1"
 """The layout of `linear_fp8_block`."""
 FP8_CAPABILITY = (8, 9)
@@ -252,12 +251,12 @@ def linear_fp8_block(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | N
     Rows that are no whole blocks are padded, once on the CPU and at every call on a GPU.
     """
     n, k = weight.shape
-    blocks = -(-k // FP8_BLOCK)
+    blocks = -(-k // fp8_products.BLOCK)
     codes = weight.view(torch.uint8)
-    if k % FP8_BLOCK:
-        padding = (0, -k % FP8_BLOCK)
+    if k % fp8_products.BLOCK:
+        padding = (0, -k % fp8_products.BLOCK)
         codes = repack.cached("fp8 blocks", (weight,), lambda: pad(codes, padding))
-    codes = codes.reshape(n, blocks, FP8_BLOCK)
+    codes = codes.reshape(n, blocks, fp8_products.BLOCK)
     return linear(x, codes, scales, None, bias, k, FP8_BLOCKS)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qgraph.errors import InputError
-from qgraph.runtimes.torch import backends
+from qgraph.runtimes.torch import fp8_products
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -73,8 +73,8 @@ def _linear_fp8_block(ctx: Any, grad: Tensor) -> Gradients:
     weight, scales = ctx.saved_tensors
     x = None
     if ctx.needs_input_grad[0]:
-        steps = scales.repeat_interleave(backends.FP8_BLOCK, 0)[: weight.shape[0]]
-        steps = steps.repeat_interleave(backends.FP8_BLOCK, 1)[:, : weight.shape[1]]
+        steps = scales.repeat_interleave(fp8_products.BLOCK, 0)[: weight.shape[0]]
+        steps = steps.repeat_interleave(fp8_products.BLOCK, 1)[:, : weight.shape[1]]
         x = grad @ (weight.to(torch.float32) * steps).to(grad.dtype)
     return x, None, None, _of_bias(grad, ctx.bias_dtype) if ctx.needs_input_grad[3] else None
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qgraph.errors import InputError
-from qgraph.runtimes.torch import backends, gradients, levels
+from qgraph.runtimes.torch import backends, fp8_products, gradients, levels
 from qgraph.runtimes.torch import dequantize as reference
 
 LIBRARY = torch.library.Library("qgraph", "FRAGMENT")
@@ -36,8 +36,6 @@ SCHEMAS = {
     "linear_fp8_block": "(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor",
     "linear_fp8_w8a8": "(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor",
 }
-FP8_BLOCK = backends.FP8_BLOCK
-"""Rows and columns of W that share one scale in `linear_fp8_block`."""
 
 
 def linear(
@@ -225,7 +223,7 @@ def _check_fp8(weight: Tensor, scales: Tensor) -> None:
     if weight.dtype != torch.float8_e4m3fn or weight.ndim != 2:
         found = f"{weight.dtype} {tuple(weight.shape)}"
         raise InputError(f"weight of {found}: wanted float8_e4m3fn [N, K]")
-    wanted = tuple(-(-size // FP8_BLOCK) for size in weight.shape)
+    wanted = tuple(-(-size // fp8_products.BLOCK) for size in weight.shape)
     if scales.dtype != torch.float32 or tuple(scales.shape) != wanted:
         found = f"{scales.dtype} {tuple(scales.shape)}"
         raise InputError(f"scales of {found}: wanted float32 {wanted}, one for 128 × 128 weights")

@@ -15,6 +15,7 @@ from qgraph.errors import InputError, MissingExtra
 from qgraph.runtimes.base import Feeds, KernelRun, Model, Runtime, ValueSpec
 from qgraph.runtimes.ort_session import model_inputs
 from qgraph.runtimes.torch.session import NodeKey, TorchSession, open_session
+from qgraph.traits import Traits
 
 MEASURED_ON = "2.13"
 """The torch that the kernels were measured on."""
@@ -35,7 +36,10 @@ class TorchRuntime(Runtime):
 
         device = self._device()
         found = rules(device, self.available())
-        return Capabilities(self.target, _provider(device), self._title(), found)
+        return Capabilities(
+            self.target, _provider(device), self._title(), found,
+            simulates_fp8=device == "cpu", traits=self.traits,
+        )  # fmt: skip
 
     def open(
         self,
@@ -144,6 +148,10 @@ def _clock(device: str) -> Callable[[], float]:
     return synchronized
 
 
-CPU = TorchRuntime("torch-cpu", "torch cpu", "cpu")
-CUDA = TorchRuntime("torch-cuda", "torch cuda", "cuda")
-HERE = TorchRuntime("torch", "torch")
+_NO_LOOPS = Traits(
+    experts_in_float="routed experts are gathered in a Loop over those that are hit, which "
+    "sessions of torch do not run"
+)
+CPU = TorchRuntime("torch-cpu", "torch cpu", device="cpu")
+CUDA = TorchRuntime("torch-cuda", "torch cuda", device="cuda")
+HERE = TorchRuntime("torch", "torch", _NO_LOOPS)

@@ -89,6 +89,11 @@ def attention_cases() -> Iterator[tuple[str, str, Told, dict[str, Array], float,
         for situation in ("prompt", "chunk", "step"):
             yield _grouped(situation, None, False, False, storage)
             yield _grouped(situation, None, False, True, storage)
+        for situation in ("padded_prompt", "padded_step"):
+            yield _grouped(situation, True, True, True, storage)
+            if (storage, situation) != ("int4.channel", "padded_step"):  # which 1.27 has right
+                yield _grouped(situation, None, True, False, storage)
+        yield _halved(_grouped("step", None, False, False, storage))
     yield from _without_cache()
     yield from _multi_head()
 
@@ -166,6 +171,24 @@ def _grouped(
     results = {"y": _flat(y).astype(np.float32), "key": presents[0], "value": presents[1]}
     attributes |= {"num_heads": H, "kv_num_heads": G}
     return name, "GroupQueryAttention", told, results, limit, attributes
+
+
+def _halved(
+    case: tuple[str, str, Told, dict[str, Array], float, dict[str, Any]],
+) -> tuple[str, str, Told, dict[str, Array], float, dict[str, Any]]:
+    """The case in float16; scales of a cache are float32 there too."""
+    name, op, told, results, limit, attributes = case
+
+    def half(array: Array) -> Array:
+        return array.astype(np.float16) if array.dtype == np.float32 else array
+
+    given: Told = [
+        None if each is None else
+        (each[0], each[1] if each[0].endswith("_scale") else half(each[1]), each[2])
+        for each in told
+    ]  # fmt: skip
+    found = {key: half(array) for key, array in results.items()}
+    return f"{name}.float16", op, given, found, limit, attributes
 
 
 def _flat(heads: Array) -> Array:

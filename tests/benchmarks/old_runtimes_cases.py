@@ -111,11 +111,11 @@ def _random(*shape: int, seed: int = 0) -> Array:
 def _models() -> Iterator[Case]:
     """Opsets and IR versions, by an Identity."""
     x = _random(2, 3)
-    for opset in range(13, 27):
+    for opset in range(13, 29):
         yield case(
             f"opset.{opset}", "Identity", [("x", x, False)], {"y": x}, domain="", opset=opset,
         )  # fmt: skip
-    for version in range(8, 14):
+    for version in range(8, 15):
         yield case(
             f"ir.{version}", "Identity", [("x", x, False)], {"y": x}, domain="",
             ir_version=version,

@@ -5,9 +5,9 @@
 
 A prompt of 256 tokens: `--for prefill` against float and against 4 bits (groups of 64). One token
 without a cache: `--for both` against `--for decode`. Each figure is a process of its own, the sides
-alternate, and the order turns; ratios of medians with the range over the rounds. Kernels are
-chosen by times measured here (`--tune`), kept in the user's cache. With `--calibrate`, prefill
-models with smoothed channels besides: with scales chosen activation by activation (`int8-auto`,
+alternate, and the order turns; ratios with their spread over the rounds. Kernels are chosen by
+times measured here (`--tune`), kept in the user's cache. With `--calibrate`, prefill models with
+smoothed channels besides: with scales chosen activation by activation (`int8-auto`,
 what `--for prefill` takes), also with float columns where they are far larger than others; and with
 8 float columns everywhere and a scale for each row; and the first of these beside float from the
 other export, the exporter's defaults. With `--models` the models stay in a folder, and are taken
@@ -99,7 +99,11 @@ def run(model: Path, rows: int, seconds: float) -> float:
 def alternated(
     models: dict[str, Path], rows: int, base: str, rounds: int, seconds: float
 ) -> dict[str, Any]:
-    """Times of all sides, and how many times as long as `base` each takes."""
+    """Times of all sides, and how many times as long as `base` each takes.
+
+    ratio: of medians. of_least: of the least times. pairs: the median of the rounds' own ratios,
+    with their quartiles and range.
+    """
     times: dict[str, list[float]] = {side: [] for side in models}
     order = list(models)
     for _ in range(rounds):
@@ -108,11 +112,15 @@ def alternated(
         order = [*order[1:], *order[:1]]
     result: dict[str, Any] = {"rows": rows, "of": base, "rounds": rounds, "sides": {}}
     for side, taken in times.items():
-        ratios = [a / b for a, b in zip(taken, times[base], strict=True)]
+        ratios = sorted(a / b for a, b in zip(taken, times[base], strict=True))
         result["sides"][side] = {
             "ms": statistics.median(taken),
+            "least_ms": min(taken),
             "ratio": statistics.median(taken) / statistics.median(times[base]),
-            "range": [min(ratios), max(ratios)],
+            "of_least": min(taken) / min(times[base]),
+            "pairs": statistics.median(ratios),
+            "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+            "range": [ratios[0], ratios[-1]],
         }
     return result
 
@@ -164,13 +172,17 @@ def measured(folder: Path, arguments: argparse.Namespace) -> None:
         sides = {k: v for k, v in models.items() if k not in (*default, "decode")}
         timing = (arguments.rounds, arguments.seconds)
         prompt = {"float": source_of("float"), **sides}
-        result["prompt"] = alternated(prompt, PROMPT, "prefill", *timing)
+        base = "prefill_auto" if "prefill_auto" in models else "prefill"
+        result["prompt"] = alternated(prompt, PROMPT, base, *timing)
         if default:
             other = {"float": source_of("_default"), **default}
             result["prompt_default"] = alternated(other, PROMPT, "prefill_auto_default", *timing)
         token = {"float": source_of("float")}
         token |= {k: v for k, v in models.items() if "prefill" not in k}
-        result["token"] = alternated(token, TOKEN, "decode", *timing)
+        # Runs this short are noisier, and cheap.
+        result["token"] = alternated(
+            token, TOKEN, "decode", 2 * arguments.rounds, arguments.seconds / 2
+        )
     if arguments.text is not None:
         result["kl"] = losses(models, arguments.text, arguments.samples)
     print(json.dumps(result, indent=1))

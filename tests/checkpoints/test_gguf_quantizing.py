@@ -45,6 +45,15 @@ def model(path: Path, dtype: Any = np.float16, architecture: str = "llama") -> d
     return tensors
 
 
+def test_a_folder_that_is_not_there_is_told_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model(tmp_path / "in.gguf")
+    monkeypatch.setattr("qgraph.checkpoints.gguf.choose", None)
+    with pytest.raises(InputError, match=r"there is no folder .*none: create it"):
+        quantize_checkpoint(tmp_path / "in.gguf", tmp_path / "none" / "out.gguf")
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
 def test_scales_are_the_packages_and_codes_no_further_off(

@@ -57,6 +57,22 @@ def test_a_stranger_s_file_and_the_source_are_kept(
     assert sorted(path.name for path in source.parent.iterdir()) == ["model.pt2", "other.onnx"]
 
 
+def test_an_older_opset_is_written_where_it_is_asked_for(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = source.with_suffix(".onnx")
+    for asked, written in (("21", 21), ("99", 23)):
+        assert run(["capture", str(source), "--opset", asked, "-q"]) == 0
+        assert qgraph.capture(target).model.opset_imports[""] == written
+    result = qgraph.optimize(source, min_runtime="1.20", group=32)
+    assert result.report.totals["oldest_runtime"]["oldest"] == "1.20"
+    capsys.readouterr()
+    assert run(["capture", str(source), "--opset", "17"]) == 2
+    assert "opset 17: torch exports opset 18 to 23" in capsys.readouterr().err
+    assert run(["capture", str(target), "-o", "x.onnx", "--opset", "21"]) == 2
+    assert "and keeps the opset it has" in capsys.readouterr().err
+
+
 def test_what_is_no_source_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "model.pt2"
     path.write_bytes(b"PK\x03\x04 but no archive")

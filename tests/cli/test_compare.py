@@ -133,6 +133,14 @@ def test_wrong_usage(qgraph: Command, tied: Path, arguments: tuple[str, ...], wo
     assert words in ran.err
 
 
+def test_a_model_that_is_not_there_is_named_first(qgraph: Command, tied: Path) -> None:
+    missing = tied.with_name("missing.onnx")
+    for models_ in ((missing, tied), (tied, missing)):
+        ran = qgraph("compare", *models_)
+        assert ran.status == 2
+        assert f"{missing}: no such file; the folder holds" in ran.err
+
+
 def test_a_model_without_logits_has_no_gate(qgraph: Command, model: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", x=np.ones((4, SIZE), np.float32))
     ran = qgraph("compare", model, model, "--data", tmp_path / "d.npz", "--no-sites")

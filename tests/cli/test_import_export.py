@@ -64,6 +64,15 @@ def test_bindings_and_other_targets(qgraph: Command, model: Path, gptq: Path) ->
     assert "did you mean 'head'" in ran.err
 
 
+def test_for_an_older_runtime(qgraph: Command, model: Path, gptq: Path) -> None:
+    ran = qgraph("import", gptq, model, "--min-runtime", "1.20")
+    assert ran.status == 0
+    assert "note: runs on ONNX Runtime 1.20 and later" in ran.out
+    ran = qgraph("import", gptq, model, "--min-runtime", "1.2x")
+    assert ran.status == 2
+    assert "min runtime '1.2x' is no version" in ran.err
+
+
 def test_a_checkpoint_of_another_model(qgraph: Command, tied: Path, gptq: Path) -> None:
     ran = qgraph("import", gptq, tied)
     assert ran.status == 2

@@ -400,6 +400,7 @@ def test_a_failed_check_takes_the_next_kernel_and_says_so(
     ran = qgraph("optimize", model, "--int4-groups", "32")
     assert ran.status == 0, ran.err
     assert "5 × otherwise than planned, LEVEL_FAILED_CHECK" in ran.out
+    assert ran.out.count("LEVEL_FAILED_CHECK") == ran.out.count("--accuracy-level 0 avoids") == 1
     assert "    5 × uint4:group=32 → MatMulNBits bits=4 block=32 level=0" in ran.out.splitlines()
     assert attributes(model.with_name("model.int4.onnx"), "head").get("accuracy_level", 0) == 0
 

@@ -100,6 +100,20 @@ def test_the_graph_computes_what_transformers_does(tmp_path: Path, kind: str) ->
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_an_older_runtime_gets_an_older_opset_and_the_same_fused_ops(tmp_path: Path) -> None:
+    module = saved(llama, tmp_path / "model")
+    output = tmp_path / "old.onnx"
+    qgraph.optimize(tmp_path / "model", output, format="float", min_runtime="1.22")
+    made = ir.load(output)
+    assert made.opset_imports[""] == 22
+    assert sum(node.op_type == "GroupQueryAttention" for node in made.graph) == 1
+    with torch.no_grad():
+        wanted = module(input_ids=torch.from_numpy(IDS)).logits.numpy()
+    found = qgraph.open(output).run({"input_ids": IDS})["logits"]
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_bfloat16_is_read_as_float32_and_nothing_is_lost(tmp_path: Path) -> None:
     module = saved(lambda: llama().bfloat16(), tmp_path / "model")
     stored(tmp_path / "model", mtp__head__weight=torch.ones(2, 2).double())

@@ -22,6 +22,7 @@ from qgraph.plan import QuantPlan
 from qgraph.planning import make_plan
 from qgraph.recipe import Recipe
 from qgraph.report import REASONS, Step
+from qgraph.runtime_needs import restricted
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +105,7 @@ def rewrite(graph: Graph, target: str = "ort-cpu", **recipe: Any) -> Outcome:
     if target != "qdq" and asked.accuracy_level == "auto" and "accuracy_level" not in recipe:
         asked = dataclasses.replace(asked, accuracy_level="0")
     runtime = registry.load("target", "qdq" if target == "qdq" else "ort-cpu")
-    capabilities = runtime.capabilities()
+    capabilities = restricted(runtime.capabilities(), asked)
     before = ir.serde.serialize_model(graph.model).SerializeToString(deterministic=True)
     plan = make_plan(graph.sites(), asked, capabilities)
     context = Context(plan, capabilities)

@@ -84,6 +84,18 @@ def test_tied_head_shares_one_blob(bench: Any, rng: Any, fmt: str) -> None:
     bench.check_numbers(outcome, 0.03 if fmt == "uint8" else 1e-5)
 
 
+def test_a_table_whose_head_goes_back_to_float_is_told_as_half_converted(
+    bench: Any, rng: Any
+) -> None:
+    graph = bench.build(TIED.replace("HEAD", "e"), e=table(rng))
+    plan = bench.rewrite(graph, embedding="int4", accuracy_level="0").plan
+    gather, head = plan.refusing({"MatMul_y": ("LEVEL_FAILED_CHECK", "lost")}).decisions
+    assert (head.format, head.reason) == (None, "LEVEL_FAILED_CHECK")
+    assert (gather.format, gather.reason) == ("int4:group=16", "HALF_CONVERTED")
+    assert gather.detail == "MatMul_y reads the float weight: 0.0 MB stay in the file"
+    assert plan.refusing({"Gather_h": ("EXCLUDED", "")})["MatMul_y"].reason == "HALF_CONVERTED"
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_copy_of_the_table_is_found_by_content(bench: Any, rng: Any, turned: bool) -> None:
     """Exporters store a tied head as a second initializer, transposed or not."""

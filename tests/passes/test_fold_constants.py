@@ -37,6 +37,33 @@ def test_axes_and_numbers_become_constants() -> None:
     np.testing.assert_array_equal(run(after, X)["y"], run(before, X)["y"])
 
 
+def test_codes_that_are_read_through_views_stay_stored_once() -> None:
+    """And what is made of a few numbers stays so where it would be a table in the file."""
+    before, after = folded(
+        """<ir_version: 8, opset_import: ["" : 18]>
+        g (int64[n] i, uint8[2, 2] x, int64[m] j) => (uint8[n, 4] y, uint8[2, 2] z, int64[m] w)
+        <uint8[2, 2] codes = {1, 2, 3, 4}, int64[2] flat = {1, 4}, int64 none = {0},
+         int64 one = {1}, int64 far = {5000}>
+        { t = Reshape(codes, flat) y = Gather(t, i) z = BitwiseXor(x, codes)
+          r = Range(none, far, one) w = Gather(r, j) }"""
+    )
+    assert ops(after) == ["Reshape", "Gather", "BitwiseXor", "Range", "Gather"]
+    assert set(after.graph.initializers) == set(before.graph.initializers)
+
+
+def test_a_number_of_the_type_that_it_is_cast_to_is_a_constant() -> None:
+    before, after = folded(
+        """<ir_version: 8, opset_import: ["" : 18]>
+        g (float[2, 3, 4] x) => (float[2, 3, 4] y, float16[2, 3, 4] z) <float scale = {0.25}>
+        { like = CastLike(scale, x) root = Sqrt(like) y = Mul(x, root)
+          h = Cast<to = 10>(x) half = CastLike(scale, h) z = Mul(h, half) }"""
+    )
+    assert ops(after) == ["Mul", "Cast", "Mul"]
+    found, wanted = run(after, X), run(before, X)
+    for name in ("y", "z"):
+        np.testing.assert_array_equal(found[name], wanted[name])
+
+
 def test_what_changes_nothing_goes_away() -> None:
     before, after = folded(
         """<ir_version: 8, opset_import: ["" : 18]>

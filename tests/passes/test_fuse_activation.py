@@ -13,14 +13,18 @@ from hypothesis import strategies as st
 RNG = np.random.default_rng(0)
 
 
-def model(body: str, opset: int = 18) -> str:
+def model(body: str, opset: int = 18, dtype: str = "float") -> str:
     numbers = {
         "one": 1, "half": 0.5, "two": 2, "three": 3, "root": math.sqrt(2), "over": math.sqrt(0.5),
         "rough": 0.7071, "c": 0.044715, "k": math.sqrt(2 / math.pi), "quick": 1.702, "other": 0.05,
     }  # fmt: skip
-    constants = ", ".join(f"float {name} = {{{value:.9g}}}" for name, value in numbers.items())
+    spelled = {
+        name: int(np.float16(value).view(np.uint16)) if dtype == "float16" else f"{value:.9g}"
+        for name, value in numbers.items()
+    }
+    constants = ", ".join(f"{dtype} {name} = {{{value}}}" for name, value in spelled.items())
     return f"""<ir_version: 8, opset_import: ["" : {opset}]>
-    g (float[n, 8] x) => (float[n, 8] y) <{constants}> {{ {body} }}"""
+    g ({dtype}[n, 8] x) => ({dtype}[n, 8] y) <{constants}> {{ {body} }}"""
 
 
 X = {"x": (3 * RNG.standard_normal((40, 8))).astype(np.float32)}
@@ -47,6 +51,16 @@ def test_gelu(spelling: str, opset: int) -> None:
     assert found.difference(X) < 1e-5
     (node,) = found.after.model.graph
     assert node.domain == "com.microsoft"
+
+
+@pytest.mark.parametrize("spelling", ERF)
+def test_gelu_in_float16(spelling: str) -> None:
+    """√2 and √½ are not what they are in float32; its tanh is told apart still."""
+    found = fuse(model(ERF[spelling], dtype="float16"))
+    assert found.ops == {"Gelu": 1}
+    assert found.difference({"x": X["x"].astype(np.float16)}) < 2e-3
+    bent = fuse(model(INNER["Pow"] + TANH + ENDS["last"], dtype="float16"))
+    assert bent.ops == {"FastGelu": 1}
 
 
 @pytest.mark.parametrize("inner", INNER)

@@ -10,11 +10,13 @@ import tiny_caches
 from fusing import CPU, Fused, fuse, run
 
 from qgraph.errors import InputError
+from qgraph.passes.cache_ranges import cached
 from qgraph.passes.fuse_transformer import FuseTransformer
 from qgraph.passes.fusion import POSITIONS
 
 RNG = np.random.default_rng(0)
 HEADS, SIZE = 2, 16
+ROTARY = "RotaryEmbedding"
 RATES = (100.0 ** (-np.arange(0, SIZE, 2) / SIZE)).astype(np.float32)
 
 ANGLES = {
@@ -46,7 +48,16 @@ TURNS = {
 }
 
 
-def text(angles: str, turn: str = TURNS["whole"], factor: float = 1.0) -> str:
+NEIGHBOURS = """{h}s = Mul({h}h, c4)  {h}1 = Slice({h}h, first, sixteen, three, two)
+        {h}2 = Slice({h}h, one, sixteen, three, two)  {h}n = Neg({h}2)
+        {h}a = Unsqueeze({h}n, fourth)  {h}b = Unsqueeze({h}1, fourth)
+        {h}p = Concat<axis = -1>({h}a, {h}b)  {h}r = Reshape({h}p, flat4)
+        {h}u = Mul({h}r, s4)  {h}d = Add({h}s, {h}u)"""
+SIDE_BY_SIDE = "au = Unsqueeze(a, three) ap = Concat<axis = -1>(au, au) a2 = Reshape(ap, flat3)"
+BEHIND = "a2 = Concat<axis = -1>(a, a)"
+
+
+def text(angles: str, turn: str = TURNS["whole"], factor: float = 1.0, twice: str = BEHIND) -> str:
     """A causal attention from x `[batch, sequence, 32]` whose queries and keys are turned."""
     rates = ", ".join(f"{rate:.9g}" for rate in RATES)
     table = ", ".join(f"{p * rate:.9g}" for p in np.arange(64, dtype=np.float32) for rate in RATES)
@@ -58,9 +69,10 @@ def text(angles: str, turn: str = TURNS["whole"], factor: float = 1.0) -> str:
      float half = {{0.5}}, float forty = {{40}}, float lowest = {{-3.4e38}}, int64[1] one = {{1}},
      int64[1] first = {{0}}, int64[1] last = {{2}}, int64[1] three = {{3}}, int64[1] eight = {{8}},
      int64[1] sixteen = {{16}}, int64[2] halves = {{8, 8}}, int64 one_i = {{1}},
-     int64 zero_i = {{0}}>
+     int64 zero_i = {{0}}, int64[1] two = {{2}}, int64[1] fourth = {{4}},
+     int64[3] flat3 = {{0, 0, 16}}, int64[4] flat4 = {{0, 0, 0, 16}}>
     {{ {angles}
-       a2 = Concat<axis = -1>(a, a)  c = Cos(a2)  s = Sin(a2)  cf = Mul(c, factor)
+       {twice}  c = Cos(a2)  s = Sin(a2)  cf = Mul(c, factor)
        sf = Mul(s, factor)  c4 = Unsqueeze(cf, one)  s4 = Unsqueeze(sf, one)
        q = Sin(x)  k = Cos(x)  v = Neg(x)
        q4 = Reshape(q, split)  k4 = Reshape(k, split)  v4 = Reshape(v, split)
@@ -83,6 +95,43 @@ def feeds(rows: int, new: int, top: int = 60) -> dict[str, np.ndarray]:
 def rotates(found: Fused) -> bool:
     (node,) = [n for n in found.after.model.graph if n.op_type == "GroupQueryAttention"]
     return bool(node.attributes.get_int("do_rotary", 0))
+
+
+@pytest.mark.parametrize("angles", ["by place", "by position", "looked up"])
+def test_neighbours_that_are_turned_together(angles: str) -> None:
+    found = fuse(text(ANGLES[angles], NEIGHBOURS, twice=SIDE_BY_SIDE))
+    assert found.done["attention"] == 1 and "rotary" not in found.missed
+    names = {"GroupQueryAttention": "rotary_interleaved", ROTARY: "interleaved"}
+    turning = [
+        node
+        for node in found.after.model.graph
+        if node.op_type == ROTARY or node.attributes.get_int("do_rotary", 0)
+    ]
+    told = [node.attributes.get_int(names[node.op_type], 0) for node in turning]
+    assert set(told) == {1}
+    for given in (feeds(2, 7), feeds(1, 40), feeds(1, 1)):
+        assert found.difference(given) < 1e-5
+
+
+def test_neighbours_with_angles_of_halves_stay_as_they_are() -> None:
+    found = fuse(text(ANGLES["by position"], NEIGHBOURS))
+    assert found.missed["rotary"].endswith("the two halves of the angles differ")
+    assert found.difference(feeds(2, 7)) < 1e-5
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_heads_that_are_turned_in_a_wider_type_are_told_of(neighbours: bool) -> None:
+    """And a quantized cache knows which of their channels are turned together."""
+    turn, twice = (NEIGHBOURS, SIDE_BY_SIDE) if neighbours else (TURNS["whole"], BEHIND)
+    turn = turn.replace("{h}d =", "{h}w =")
+    turn += " {h}half = Cast<to = 10>({h}w) {h}d = Cast<to = 1>({h}half)"
+    found = fuse(text(ANGLES["by position"], turn, twice=twice))
+    (step,) = [each for each in found.steps if each.rule == "rotary"]
+    assert step.detail.endswith("qd is turned in FLOAT, and rounded behind it")
+    assert found.difference(feeds(2, 7)) < 2e-3
+    (node,) = [n for n in found.after.model.graph if n.op_type == "GroupQueryAttention"]
+    pairs = [[2 * at, 2 * at + 1] if neighbours else [at, at + 8] for at in range(8)]
+    assert cached(node).pairs.tolist() == pairs
 
 
 @pytest.mark.parametrize("turn", TURNS)

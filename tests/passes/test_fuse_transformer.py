@@ -178,6 +178,8 @@ def test_the_rows_that_a_file_carries() -> None:
     assert summary(rows).startswith("fused ops: 2 rms_norm; 1 places look alike")
     assert rows[1].line == "1 × norm FUSION_MISSED: b: nearest: …; b differs"
     assert summary([]) == ""
+    newer = FusionRow("attention", 3, "NEEDS_NEWER_RUNTIME", "a", "x came later")
+    assert summary([newer]) == "fused ops: none; NEEDS_NEWER_RUNTIME: 3 attention (x came later)"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from qgraph.passes.rounded import RoundedSource
+from qgraph.runtime_needs import needs
 
 K, N = 40, 24
 
@@ -43,6 +44,38 @@ def test_what_is_not_fused(bench: Any, rng: Any, fmt: str) -> None:
     assert outcome.ops == {"DequantizeLinear": 1, "Transpose": 1, "MatMul": 1}
     bench.check_numbers(outcome)
     assert outcome.lowered.model.opset_imports[""] == (25 if "2" in fmt else 21)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "shape"),
+    [("int8:group=row", [N]), ("int4:group=row", [N]), ("fp8-e4m3:scale=row", [N]),
+     ("fp8-e5m2:scale=tensor", [])],
+)  # fmt: skip
+def test_zero_points_are_spelled_out_for_older_runtimes(
+    bench: Any, rng: Any, fmt: str, shape: list[int]
+) -> None:
+    """They turn the weight by a QuantizeLinear of the zero points' type, else uint8."""
+
+    def lowered(oldest: str) -> Any:
+        graph = linear(bench, rng)
+        return bench.rewrite(graph, "qdq", format=fmt, group=None, min_runtime=oldest)
+
+    def dequantizer(outcome: Any) -> Any:
+        graph = outcome.lowered.model.graph
+        (node,) = [each for each in graph if each.op_type == "DequantizeLinear"]
+        return node
+
+    newer, outcome = lowered("1.28"), lowered("1.27")
+    assert len(dequantizer(newer).inputs) == 2
+    assert needs(newer.lowered.model).oldest == (1, 28)
+    assert needs(outcome.lowered.model).oldest < (1, 27)
+    node = dequantizer(outcome)
+    codes, _, zeros = node.inputs
+    assert zeros.dtype == codes.dtype
+    assert list(zeros.shape) == shape
+    assert not zeros.const_value.numpy().astype(np.float32).any()
+    assert node.attributes.get_int("axis", 1) == 0
+    bench.check_numbers(outcome)
 
 
 @pytest.mark.parametrize("opset", [13, 17, 18, 20])

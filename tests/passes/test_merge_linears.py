@@ -115,6 +115,9 @@ def test_the_file_says_what_a_site_holds(tmp_path: Path) -> None:
     assert row.weight == "q.weight + k.weight + v.weight"
     assert row.error is not None
     assert 0 < row.error < 0.2
+    assert row.holds == ("q", "k", "v")
+    for name in ("k", "v.weight", row.name):  # names that it had before are known still
+        assert explained.select(name) == (row,)
     assert [(row.fusion, row.count) for row in explained.fusions] == [("merge_linears", 1)]
     assert "fused ops: 1 merge_linears" in result.report.notes
     assert result.report.totals["fusions"][0]["count"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import onnx
@@ -204,12 +205,61 @@ def test_requests_that_cannot_be_met(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_size_of_a_head_is_that_of_the_past_where_the_graph_says_no_other(source: Path) -> None:
+    model = ir.load(source)
+    (node,) = [each for each in model.graph if each.op_type == "GroupQueryAttention"]
+    query = node.inputs[0]
+    assert query is not None
+    query.shape = ir.Shape(["B", "T", None])
+    assert cached(node).size == 16
+
+
+def test_float16_reads_codes_since_a_later_runtime(source: Path, tmp_path: Path) -> None:
+    """ONNX Runtime 1.27 and 1.28 read them with float32 activations alone."""
+    model = onnx.load(source)
+    half = onnx.TensorProto.FLOAT16
+    for tensor in model.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT:
+            array = onnx.numpy_helper.to_array(tensor).astype(np.float16)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    for value in (*model.graph.input, *model.graph.output):
+        if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT:
+            value.type.tensor_type.elem_type = half
+    onnx.save(model, tmp_path / "half.onnx")
+    given = {**OPTIONS, "format": "float", "kv_cache": "int8", "calibrate": IDS}
+    given.pop("group")
+    with pytest.raises(InputError, match=r"float16, .* since ONNX Runtime 1\.29, and 1\.28 has to"):
+        qgraph.optimize(tmp_path / "half.onnx", **given, min_runtime="1.28")
+    found = qgraph.optimize(tmp_path / "half.onnx", **given, min_runtime="1.29")
+    told = found.report.totals["oldest_runtime"]
+    assert told["oldest"] == "1.29"
+    assert told["needs"][0]["what"] == "GroupQueryAttention with a quantized cache in float16"
+
+
+def test_codes_beside_a_mask_are_read_since_a_later_runtime(source: Path, tmp_path: Path) -> None:
+    """ONNX Runtime 1.27 adds the mask of a batch's first row to all of them."""
+    model = onnx.load(source)
+    (node,) = [each for each in model.graph.node if each.op_type == "GroupQueryAttention"]
+    node.input.extend(["", "bias"])
+    assert list(node.input).index("bias") == 10
+    bias = onnx.numpy_helper.from_array(np.zeros((1, 1, 1, 1), np.float32), "bias")
+    model.graph.initializer.append(bias)
+    onnx.save(model, tmp_path / "masked.onnx")
+    given = {**OPTIONS, "kv_cache": "int8", "calibrate": IDS, "min_runtime": "1.27"}
+    with pytest.raises(InputError, match=r"adds a mask .* since ONNX Runtime 1\.28, and 1\.27 has"):
+        qgraph.optimize(tmp_path / "masked.onnx", tmp_path / "out.onnx", **given)
+
+
+def asked_for(_sample: int) -> NoReturn:
+    """Data that nobody may ask for: reading or making it takes long."""
+    raise AssertionError("refused too late")
+
+
 def test_graphs_whose_cache_is_not_attentions_own(source: Path, tmp_path: Path) -> None:
     def refused(path: Path, words: str) -> None:
-        with pytest.raises(InputError, match=words):
-            qgraph.optimize(
-                path, tmp_path / "out.onnx", kv_cache="int8", calibrate=IDS % 96, **OPTIONS
-            )
+        for options in ({"calibrate": map(asked_for, range(1))}, {"dry_run": True}):
+            with pytest.raises(InputError, match=words):
+                qgraph.optimize(path, tmp_path / "out.onnx", kv_cache="int8", **options, **OPTIONS)
 
     refused(quantized(source, "int8")[0], "quantized already: start from the float model")
     measures = attention_decoder(tmp_path / "shape.onnx", measures_past=True)

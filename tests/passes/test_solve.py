@@ -15,7 +15,6 @@ import qgraph
 from qgraph.formats.base import Array
 from qgraph.passes import solve_weights
 from qgraph.passes.solve_weights import StageSolver
-from qgraph.passes.solved import Transform, as_stored
 from qgraph.solver_names import needs_data, parts_of
 
 K = 64
@@ -149,16 +148,55 @@ def test_a_huge_channel_takes_level_4_away(tmp_path: Path) -> None:
     assert steps[0].outcome == "changed"
 
 
-def test_level_4_stays_where_it_was_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"accuracy_level": "4"},
+        {"accuracy_level": "auto", "options": {"lower_matmul_nbits.accuracy_level": "4"}},
+    ],
+)
+def test_level_4_stays_where_it_was_asked_for(tmp_path: Path, asked: dict[str, Any]) -> None:
     model, feeds = chain(tmp_path, depth=1, outlier=1e6), data()
     for batch in feeds:
         batch["x"][:, 3] = 1
-    _, result = solve(
-        model, solver="rtn", accuracy_level="4", format="uint4:group=16", calibrate=feeds
-    )
+    _, result = solve(model, solver="rtn", format="uint4:group=16", calibrate=feeds, **asked)
     steps = [step for step in result.report.steps if step.reason == "LEVEL_FAILED_CHECK"]
     assert {step.outcome for step in steps} == {"kept"}
     assert all("level=4" in (item.kernel or "") for item in result.plan.decisions)
+
+
+@pytest.mark.parametrize("solver", ["rtn", "gptq"])
+def test_smaller_groups_are_no_worse(tmp_path: Path, solver: str) -> None:
+    model = chain(tmp_path)
+    errors = [
+        error(model, solve(model, f"{group}.onnx", format=f"uint4:group={group}", solver=solver)[0])
+        for group in (64, 32, 16)
+    ]
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_a_site_without_another_kernel_becomes_float(tmp_path: Path) -> None:
+    """At 8 bits no kernel but those of level 4 is fast."""
+    model, feeds = chain(tmp_path, depth=1, outlier=1000), data()
+    for batch in feeds:
+        batch["x"][:, 3] = 1
+    options = {
+        "solver": "rtn", "format": "int8:group=32", "calibrate": feeds,
+        "overrides": ["MatMul_3=uint4"],
+    }  # fmt: skip
+    output, result = solve(model, accuracy_level="auto", **options)
+    first = result.plan["MatMul_1"]
+    assert (first.format, first.reason) == (None, "LEVEL_FAILED_CHECK")
+    assert "of the output on calibration data (bound 2%): no other kernel has its codes" in str(
+        first.detail
+    )
+    kept, result = solve(model, "kept.onnx", accuracy_level="4", **options)
+    second = result.plan["MatMul_1"]
+    assert (second.format, second.reason) == ("int8:group=32", "LEVEL_FAILED_CHECK")
+    assert "level 4 was asked for" in str(second.detail)
+    runs = [qgraph.open(path).run(feeds[0])["y"] for path in (model, output, kept)]
+    want, have, lost = (each - each.mean(0) for each in runs)
+    assert np.linalg.norm(have - want) < 0.3 * np.linalg.norm(lost - want)
 
 
 def stopped(monkeypatch: pytest.MonkeyPatch, model: Path, stages: int) -> Path:
@@ -222,13 +260,6 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(qgraph.InputError, match="is in the way"):
         solve(model, solver="gptq", force=True)
     assert (folder / "precious.txt").exists()
-
-
-def test_kernels_are_checked_on_the_channels_as_they_are_stored() -> None:
-    order = np.array([2, 0, 1])
-    source = type("Source", (), {"transform": Transform(order=order)})()
-    x = np.array([[1.0, 2.0, 3.0]], np.float32)
-    assert as_stored(x, source).tolist() == [[3.0, 1.0, 2.0]]
 
 
 def test_a_transposed_activation_is_rounded_with_a_reason(tmp_path: Path) -> None:

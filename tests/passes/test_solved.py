@@ -9,7 +9,8 @@ import onnx_ir as ir
 import pytest
 
 from qgraph.formats.base import parse
-from qgraph.passes.solved import SolvedSource
+from qgraph.passes.rounded import RoundedSource
+from qgraph.passes.solved import SolvedSource, Transform, as_stored, transform_of
 
 N, K = 24, 64
 
@@ -37,6 +38,25 @@ def test_rows_are_scaled_code_for_code(solved: SolvedSource) -> None:
     assert again is not None
     assert np.array_equal(again.transform.rows, rows**2)
     assert again.deviation(0, N, again.block(0, N)).worst == 0
+
+
+def test_inputs_meet_the_channels_as_they_are_stored(
+    solved: SolvedSource, rng: np.random.Generator
+) -> None:
+    """In another order and scaled, both sides of the product: it stays what it was."""
+    order, columns = rng.permutation(K), np.exp2(rng.integers(-2, 3, K)).astype(np.float32)
+    transform, rows = Transform(columns, order), solved.weight.rows(0, N)
+    found = solved.format.quantize(transform.apply(rows), ir.DataType.FLOAT16)
+    source = SolvedSource(solved.weight, solved.format, ir.DataType.FLOAT16, found, transform)
+    x = rng.standard_normal((3, K)).astype(np.float32)
+    np.testing.assert_array_equal(as_stored(x, source), (x / columns)[:, order])
+    np.testing.assert_allclose(
+        as_stored(x, source) @ transform.apply(rows).T, x @ rows.T, rtol=1e-4
+    )
+    plain = RoundedSource(solved.weight, solved.format, ir.DataType.FLOAT16)
+    assert as_stored(x, plain) is x
+    assert transform_of(plain).of_inputs == transform_of(solved).of_inputs
+    assert transform_of(source).of_inputs != transform_of(solved).of_inputs
 
 
 @pytest.mark.parametrize(

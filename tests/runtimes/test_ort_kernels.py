@@ -86,6 +86,8 @@ def test_slow_kernels_are_taken_when_allowed() -> None:
     answer = CPU.capabilities().ask(query)
     assert answer.rule is not None
     assert answer.rule.slow
+    assert answer.reason == "SLOWER_THAN_FLOAT"
+    assert "accuracy level 4 is fast" in answer.detail
     assert query == matmul("float32", 8, 64, 0), "the same kernel, however it was asked for"
 
 

@@ -139,7 +139,8 @@ def test_missing_external_data(tmp_path: Path) -> None:
 def test_a_small_graph_is_opened_without_having_been_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph = ir.load(external(tmp_path))
+    graph = held(external(tmp_path))
+    weight = graph.graph.initializers["w"].const_value
     x = {"x": np.zeros((1, 3), np.float32)}
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     session = CPU.open(graph)
@@ -148,6 +149,29 @@ def test_a_small_graph_is_opened_without_having_been_saved(
     del session
     gc.collect()
     assert not list(tmp_path.glob("qgraph-*"))
+    assert graph.graph.initializers["w"].const_value is weight
+
+
+def held(path: Path) -> ir.Model:
+    """The model with its weights in memory."""
+    graph = ir.load(path)
+    value = graph.graph.initializers["w"]
+    assert value.const_value is not None
+    value.const_value = ir.tensor(np.array(value.const_value.numpy()), name="w")
+    return graph
+
+
+def test_weights_in_files_are_read_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = ir.load(external(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(ort_session, "SMALL_MODEL", 11)  # they are no part of the graph's size
+    session = CPU.open(graph)
+    assert not list(tmp_path.glob("qgraph-*"))
+    (tmp_path / "m.data").unlink()
+    x = {"x": np.zeros((1, 3), np.float32)}
+    np.testing.assert_array_equal(session.run(x)["y"], [[0, 1, 2]])
     assert isinstance(graph.graph.initializers["w"].const_value, ir.ExternalTensor), "unchanged"
 
 
@@ -156,7 +180,7 @@ def test_a_large_graph_has_to_be_saved_first(
 ) -> None:
     monkeypatch.setattr(ort_session, "SMALL_MODEL", 11)
     with pytest.raises(InputError, match="save it and open the file"):
-        CPU.open(ir.load(external(tmp_path)))
+        CPU.open(held(external(tmp_path)))
 
 
 def test_the_level_of_fused_dequantization_is_set() -> None:

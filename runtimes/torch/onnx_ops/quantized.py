@@ -9,6 +9,7 @@ from torch.nn.functional import embedding, pad
 
 import qgraph.runtimes.torch.ops  # noqa: F401  (registers them)
 from qgraph.errors import InputError
+from qgraph.runtimes.torch.fp8_products import TOP
 from qgraph.runtimes.torch.onnx_ops.gathering import from_front
 from qgraph.runtimes.torch.onnx_ops.host import DTYPES
 from qgraph.runtimes.torch.table import op
@@ -112,7 +113,6 @@ def _rows_of_codes(
 
 _BNB4 = ("Fp4V1", "Nf4V1")
 """By MatMulBnb4's quant_type."""
-_E4M3_MAX = 448.0
 
 
 @op("MatMulBnb4", domain="com.microsoft")
@@ -173,7 +173,7 @@ def matmul_fp8(
             "do not cast the module"
         )
     if x_scale is not None:
-        steps = (x.float() / x_scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+        steps = (x.float() / x_scale).clamp(-TOP, TOP).to(torch.float8_e4m3fn)
         x = (steps.float() * x_scale).to(x.dtype)
     n, k = weight.shape
     blocks = -(-k // block_size)

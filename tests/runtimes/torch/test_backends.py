@@ -14,6 +14,7 @@ import torch
 from qgraph.errors import InputError
 from qgraph.formats.base import parse
 from qgraph.runtimes.torch import autotune, backends, repack
+from qgraph.runtimes.torch import ops as ops  # registers them
 from qgraph.runtimes.torch.autotune import Config
 from qgraph.runtimes.torch.backends import Case
 from tests.runtimes.torch.weights import ZEROS, error, packed, weight
