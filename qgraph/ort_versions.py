@@ -1,6 +1,6 @@
 """The first ONNX Runtime that has a feature, and how a node shows that it needs it.
 
-Every version here was found by running models of one op, whose results are known, on the CPU of
+Every version here was found by running small models, whose results are known, on the CPU of
 builds from OLDEST to NEWEST; tests/benchmarks/old_runtimes.py does that again. Only what is never
 written here (norms in attention, caches of a window, packed layouts), or needs a GPU (blocks of
 FP8 and FP4), is by the lists of inputs and attributes of those builds. What came before OLDEST

@@ -1,4 +1,4 @@
-"""Models of one op, with inputs, and the results that numpy computes for them."""
+"""Models of one op, some of three, with inputs, and the results that numpy computes for them."""
 
 from __future__ import annotations
 
@@ -99,6 +99,7 @@ def cases() -> Iterator[Case]:
     yield from _products()
     yield from _gathers()
     yield from _dequantized()
+    yield from _turned()
     yield from _integers()
     for name, op, told, results, limit, attributes in attention_cases():
         yield case(name, op, told, results, limit, **attributes)
@@ -305,6 +306,46 @@ def _dequantized() -> Iterator[Case]:
             {"y": weight.reshape(N, K)}, domain="", opset=opset,
             ir_version={19: 9, 21: 10}[opset], axis=1 if block else 0, **more,
         )  # fmt: skip
+
+
+def _turned() -> Iterator[Case]:
+    """A DequantizeLinear, with zero points of 0 and without, whose result a linear turns around."""
+    generator, x = np.random.default_rng(6), _random(2, K)
+    kinds: list[tuple[str, int, Any]] = [
+        ("int8", TensorProto.INT8, np.int8), ("fp8", TensorProto.FLOAT8E4M3FN,
+                                              ml_dtypes.float8_e4m3fn),
+    ]  # fmt: skip
+    for (name, kind, dtype), rows, zeros in itertools.product(kinds, (True, False), (False, True)):
+        values = (_random(N, K, seed=7) * (40 if name == "int8" else 1)).astype(dtype)
+        scales = (0.01 + generator.random(N if rows else ())).astype(np.float32)
+        weight = values.astype(np.float32) * (scales[:, None] if rows else scales)
+        told: list[tuple[str, Array, bool] | None] = [
+            ("w", _as_is(values, kind), True), ("scales", np.asarray(scales), True),
+        ]  # fmt: skip
+        if zeros:
+            told.append(("zeros", _as_is(np.zeros_like(scales, dtype), kind), True))
+        title = f"dequantize_{name}.{'rows' if rows else 'tensor'}{'.zeros' * zeros}.turned"
+        alone = case(
+            title, "DequantizeLinear", told, {"y": weight}, domain="", opset=21, ir_version=10,
+            **({"axis": 0} if rows else {}),
+        )  # fmt: skip
+        model = onnx.load_model_from_string(alone.model)
+        model.graph.node[0].output[0] = "weight"
+        model.graph.node.extend([
+            helper.make_node("Transpose", ["weight"], ["turned"], name="turn", perm=[1, 0]),
+            helper.make_node("MatMul", ["x", "turned"], ["y"], name="product"),
+        ])  # fmt: skip
+        y = x @ weight.T
+        model.graph.input.append(_info("x", x))
+        model.graph.output[0].CopyFrom(_info("y", y))
+        yield Case(title, model.SerializeToString(), {"x": x}, {"y": y}, 2 * INT8)
+
+
+def _as_is(values: Array, kind: int) -> Packed:
+    """Values of one byte each."""
+    data = values.reshape(-1).view(np.uint8).view(Packed)
+    data.kind, data.dims = kind, values.shape
+    return data
 
 
 def _integers() -> Iterator[Case]:
