@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from decoders import decoder, tokens
+from queries_keys_values import BIASED, PLAIN, TEXT
 
 import qgraph
 from qgraph.comparison import Comparison, SiteRow
@@ -21,23 +22,6 @@ from qgraph.purposes import FROM_ROWS
 K = 64
 SIZES = {"q": 64, "k": 32, "v": 32}
 NAMES = tuple(SIZES)
-TEXT = """<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
-g (float[B, S, 64] x) => (float[B, S, 64] y) {{
-    {linears}
-    shape = Shape(x)
-    b = Slice(shape, zero, one)
-    s = Slice(shape, one, two)
-    last = Sub(s, one)
-    whole = Cast<to = 6>(last)
-    lengths = Expand(whole, b)
-    length = Cast<to = 6>(s)
-    total = Squeeze(length)
-    y = com.microsoft.GroupQueryAttention<num_heads = 4, kv_num_heads = 2>
-        (q, k, v, , , lengths, total)
-}}"""
-PLAIN = "q = MatMul(x, wq) k = MatMul(x, wk) v = MatMul(x, wv)"
-BIASED = """a = MatMul(x, wq) q = Add(a, bq) c = MatMul(x, wk) k = Add(c, bk)
-    d = MatMul(x, wv) v = Add(d, bv)"""
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +43,9 @@ def attention(linears: str = PLAIN) -> ir.Model:
     numbers = {"zero": np.array([0]), "one": np.array([1]), "two": np.array([2])}
     given = {name: array for name, array in floats().items() if f"{name})" in linears}
     tensors = [ir.tensor(array, name=name) for name, array in {**numbers, **given}.items()]
-    model = ir.from_onnx_text(TEXT.format(linears=linears), initializers=tensors)
+    model = ir.from_onnx_text(
+        TEXT.format(linears=linears, dtype="float", more=""), initializers=tensors
+    )
     for value in model.graph.initializers.values():
         assert value.const_value is not None
         value.shape = ir.Shape(value.const_value.shape.numpy())

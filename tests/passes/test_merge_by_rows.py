@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from queries_keys_values import BIASED, PLAIN, TEXT
 
 import qgraph
 from qgraph.checkpoints.opening import open_checkpoint
@@ -18,23 +19,6 @@ from qgraph.runtimes.ort import CPU
 from qgraph.scopes import nodes
 
 K = 64
-TEXT = """<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
-g ({dtype}[B, S, 64] x) => ({dtype}[B, S, 64] y{more}) {{
-    {linears}
-    shape = Shape(x)
-    b = Slice(shape, zero, one)
-    s = Slice(shape, one, two)
-    last = Sub(s, one)
-    whole = Cast<to = 6>(last)
-    lengths = Expand(whole, b)
-    length = Cast<to = 6>(s)
-    total = Squeeze(length)
-    y = com.microsoft.GroupQueryAttention<num_heads = 4, kv_num_heads = 2>
-        (q, k, v, , , lengths, total)
-}}"""
-PLAIN = "q = MatMul(x, wq) k = MatMul(x, wk) v = MatMul(x, wv)"
-BIASED = """a = MatMul(x, wq) q = Add(a, bq) c = MatMul(x, wk) k = Add(c, bk)
-    d = MatMul(x, wv) v = Add(d, bv)"""
 SHAPES = {"wq": (K, 64), "wk": (K, 32), "wv": (K, 32), "bq": (64,), "bk": (32,), "bv": (32,)}
 BOTH_SIDES = [(1, 1), (3, 2), (1, FROM_ROWS), (3, FROM_ROWS)]
 PRODUCTS = ("MatMulNBits", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")
