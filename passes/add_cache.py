@@ -22,6 +22,7 @@ from qgraph.passes.fusion import MICROSOFT, Builder, FusionContext
 from qgraph.passes.matching import readers
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
+from qgraph.row_branches import within
 
 MASK, POSITIONS = "attention_mask", "position_ids"
 _BATCH, _NEW, _PAST, _TOTAL = "batch", "sequence", "past_sequence", "total_sequence"
@@ -96,6 +97,8 @@ def _check(model: ir.Model, found: Sequence[ir.Node], unfused: Mapping[str, str]
     if others or not found:
         what = f"node {others[0].name} is {others[0].op_type}" if others else "there is none"
         why = next((f" ({node}: {words})" for node, words in unfused.items()), "")
+        if hidden := within(model, (CACHING,)):
+            what = hidden
         _refuse(f"every attention must have become {CACHING}, and {what}{why}")
     for node in found:
         if _at(node, _KEYS) is not None:

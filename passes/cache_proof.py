@@ -19,6 +19,7 @@ from qgraph.errors import InputError
 from qgraph.formats.base import Array
 from qgraph.language_model import table_rows
 from qgraph.passes.cache_noise import ROUNDING
+from qgraph.passes.unrounded import unround
 from qgraph.row_branches import branches, take
 from qgraph.scopes import nodes
 
@@ -69,7 +70,7 @@ def prove_steps(
     length = min(_TOKENS, most_positions(after, names[2]) or _TOKENS)
     shape = (rows if isinstance(rows, int) else batch, length)
     drawn = np.random.default_rng(0).integers(0, table_rows(after, tokens) or 2, shape)
-    ways = (True, False) if branches(after) else (None,)
+    ways = (True, False) if branches(after.graph) else (None,)
     return max(_proven(before, after, names, evaluate, drawn, several, way) for way in ways)
 
 
@@ -86,9 +87,8 @@ def _proven(
     given, length = {str(value.name) for value in before.graph.inputs}, drawn.shape[1]
     with tempfile.TemporaryDirectory(prefix="qgraph-") as folder:
         paths = Path(folder) / "before.onnx", Path(folder) / "after.onnx"
-        _save(before, after, *paths, few)
+        rounded = _save(before, after, *paths, few) and not few
         whole = _feed(names, drawn, 0, after)
-        rounded = not few and any(node.op_type in ROUNDING for node in nodes(after.graph))
         limit = _ROUNDED_LIMIT if rounded else _LIMIT
         (old,) = evaluate(paths[0], [{name: whole[name] for name in given if name in whole}])
         (new,) = evaluate(paths[1], [whole])
@@ -107,12 +107,13 @@ def _proven(
     return worst
 
 
-def _save(before: ir.Model, after: ir.Model, first: Path, second: Path, few: bool | None) -> None:
-    """Write both, with one file of the weights that they share."""
+def _save(before: ir.Model, after: ir.Model, first: Path, second: Path, few: bool | None) -> bool:
+    """Write both, with one file of the weights that they share; whether they still round."""
     with_stored = after.clone()
-    if few is not None:
-        for model in (before, with_stored):
+    for model in (before, with_stored):
+        if few is not None:
             take(model, few)
+        unround(model)
     for node in (*nodes(before.graph), *nodes(with_stored.graph)):
         if _LEVEL in node.attributes:
             node.attributes.add(ir.AttrInt64(_LEVEL, 0))
@@ -122,6 +123,7 @@ def _save(before: ir.Model, after: ir.Model, first: Path, second: Path, few: boo
         if name in stored:
             value.const_value = stored[name].const_value
     second.write_bytes(ir.serde.serialize_model(with_stored).SerializeToString())
+    return any(node.op_type in ROUNDING for node in nodes(with_stored.graph))
 
 
 def _feed(

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
+from qgraph.constants import drop_constant
 from qgraph.graph import Graph
 from qgraph.passes.base import Context, Pass
 from qgraph.report import Step
-from qgraph.rewrite import drop_constant
 from qgraph.scopes import nodes, scopes
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.constants import drop_constant
 from qgraph.errors import GraphError
 from qgraph.passes.base import PackedParts
 from qgraph.passes.expert_loop import loop_over_experts
 from qgraph.plan import Decision
 from qgraph.quant_tensor import QuantSource
 from qgraph.report import Step
-from qgraph.rewrite import Rewriter, drop_constant
+from qgraph.rewrite import Rewriter
 from qgraph.sites import QGRAPH_DOMAIN, Site
 
 

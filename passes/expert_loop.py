@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.constants import drop_constant
 from qgraph.expert_sites import expert_product
-from qgraph.rewrite import Rewriter, drop_constant
+from qgraph.rewrite import Rewriter
 from qgraph.sites import Site
 
 _INT, _BOOL = ir.DataType.INT64, ir.DataType.BOOL

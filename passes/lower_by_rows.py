@@ -14,14 +14,14 @@ from qgraph.graph import Graph
 from qgraph.passes.base import Context, Pass, is_lazy, source_of
 from qgraph.passes.dequantize import DequantizeWriter, read_from
 from qgraph.passes.rounded import RoundedSource, WeightSource
-from qgraph.passes.row_segments import Segment, segments
+from qgraph.passes.row_branch import put_under, rename
+from qgraph.passes.row_segments import segments
 from qgraph.passes.solved import SolvedSource, Transform
 from qgraph.plan import Many
 from qgraph.quant_tensor import QuantSource
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
-from qgraph.row_branches import FEW_BODY, MANY, MANY_BODY
-from qgraph.scopes import bodies, nodes, scopes
+from qgraph.row_branches import MANY, MANY_BODY
 from qgraph.sites import Site, Weight
 
 LEAST_OPSET = 9
@@ -67,8 +67,11 @@ class LowerByRows(Pass):
         parts = segments(main, sites)
         first = next(site for site in sites if site.node is parts[0].nodes[0])
         condition = _condition(first, from_rows, rewriter)
-        branches = [_branch(main, part, condition[-1].outputs[0], rewriter) for part in parts]
+        few = condition[-1].outputs[0]
+        branches = [put_under(few, part.nodes, part.early, rewriter) for part in parts]
         main.insert_before(branches[0], condition)
+        for branch in branches:
+            rename(branch.attributes[MANY_BODY].as_graph(), rewriter)
         writer = DequantizeWriter(rewriter)
         for site in graph.sites():
             name = site.name.removesuffix(MANY)
@@ -131,62 +134,3 @@ def _condition(first: Site, from_rows: int, rewriter: Rewriter) -> list[ir.Node]
         "Less", [size.outputs[0], limit], name="rows/few", dtype=ir.DataType.BOOL, shape=[]
     )
     return [size, less]
-
-
-def _branch(main: ir.Graph, segment: Segment, few: ir.Value, rewriter: Rewriter) -> ir.Node:
-    """Move a segment into a body, and copy it into another."""
-    anchor = segment.anchor
-    if segment.early:
-        main.remove(segment.early)
-        main.insert_before(anchor, segment.early)
-    inside = {id(node) for each in segment.nodes for node in _with_bodies(each)}
-    outputs = [
-        value
-        for node in segment.nodes
-        for value in node.outputs
-        if value.is_graph_output() or any(id(use.node) not in inside for use in value.uses())
-    ]
-    branch = ir.Node("", "If", [few], [], num_outputs=len(outputs), name=rewriter.unique("rows/if"))
-    main.insert_before(anchor, [branch])
-    for old, new in zip(outputs, branch.outputs, strict=True):
-        _hand_over(main, old, new, inside, rewriter)
-    main.remove(segment.nodes)
-    body = ir.Graph([], outputs, nodes=segment.nodes, name=f"{branch.name}/few")
-    branch.attributes[FEW_BODY] = ir.AttrGraph(FEW_BODY, body)
-    copy = body.clone(allow_outer_scope_values=True)
-    copy.name = f"{branch.name}{MANY}"
-    _rename(copy, rewriter)
-    branch.attributes[MANY_BODY] = ir.AttrGraph(MANY_BODY, copy)
-    return branch
-
-
-def _hand_over(
-    main: ir.Graph, old: ir.Value, new: ir.Value, inside: set[int], rewriter: Rewriter
-) -> None:
-    """Let those outside read `new`, under the name that `old` had."""
-    new.type, new.shape = old.type, old.shape
-    for use in list(old.uses()):
-        if id(use.node) not in inside:
-            use.node.replace_input_with(use.idx, new)
-    for at, value in enumerate(main.outputs):
-        if value is old:
-            main.outputs[at] = new
-    name = old.name
-    old.name = rewriter.unique(f"{name}/few")
-    new.name = name
-
-
-def _with_bodies(node: ir.Node) -> list[ir.Node]:
-    """A node, and those of its bodies at any depth."""
-    return [node, *(each for body in bodies(node) for each in nodes(body))]
-
-
-def _rename(body: ir.Graph, rewriter: Rewriter) -> None:
-    """Give everything in a copied body a name of its own."""
-    for scope in scopes(body):
-        values = [*scope.inputs, *scope.initializers.values()]
-        for node in scope:
-            node.name = rewriter.unique(f"{node.name}{MANY}")
-            values += [value for value in node.outputs if value.name]
-        for value in values:
-            value.name = rewriter.unique(f"{value.name}{MANY}")

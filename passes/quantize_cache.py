@@ -37,6 +37,7 @@ from qgraph.passes.cache_ranges import (
 from qgraph.passes.one_kernel import waiting
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
+from qgraph.row_branches import within
 
 _SCALES = (12, 13)
 _KINDS = ("k_quant_type", "v_quant_type")
@@ -189,6 +190,8 @@ def _attentions(model: ir.Model) -> list[Cached]:
         reader = next((node for value in pasts for node, _ in value.uses()), None)
         if reader is None:
             _refuse("the model has no cache: add one with --add-cache, or export it with one")
+        if hidden := within(model, (CACHING,)):
+            _refuse(f"attentions are not where they can be changed: {hidden}")
         _refuse(
             f"no attention became {CACHING}: {reader.name} ({reader.op_type}) reads the cache, and "
             "`qgraph explain` says what was fused and what was not"

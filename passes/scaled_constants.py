@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from qgraph.constants import FLOATS, open_array, scalar
-from qgraph.rewrite import Rewriter, drop_constant
+from qgraph.constants import FLOATS, drop_constant, open_array, scalar
+from qgraph.rewrite import Rewriter
 
 TOLERANCE = 2.0**-8
 """How far rounding may move a factor, relative to it. Normal numbers of float16 and bfloat16 are

@@ -8,12 +8,13 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.capabilities import Answer, Query
+from qgraph.constants import drop_constant
 from qgraph.graph import Graph
 from qgraph.kernel_choice import best_kernel, spell_kernel
 from qgraph.passes.base import Context, is_lazy, source_of
 from qgraph.recipe import FLOAT
 from qgraph.report import Step
-from qgraph.rewrite import Rewriter, drop_constant
+from qgraph.rewrite import Rewriter
 from qgraph.sites import Site
 
 

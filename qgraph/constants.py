@@ -117,3 +117,16 @@ def constant_value(name: str, tensor: ir.TensorProtocol) -> ir.Value:
         type=ir.TensorType(tensor.dtype),
         const_value=tensor,
     )
+
+
+def is_read(value: ir.Value) -> bool:
+    """Whether a node reads a value, or the graph gives it."""
+    return bool(value.uses()) or value.is_graph_output()
+
+
+def drop_constant(value: ir.Value) -> None:
+    """Remove an initializer that nobody reads."""
+    if value.is_initializer() and not is_read(value) and not value.is_graph_input():
+        graph = value.graph
+        assert graph is not None and value.name is not None
+        del graph.initializers[value.name]

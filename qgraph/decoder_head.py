@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from qgraph.errors import InputError
 from qgraph.paired import find_logits
+from qgraph.row_branches import branches
 from qgraph.site import QGRAPH_DOMAIN
 from qgraph.text import IDS
 
@@ -50,6 +51,8 @@ def head_of(model: ir.Model, logits: str) -> Head | str:
         node = varying[0].producer()
     if node is None or not _is_linear(node) or node.graph is not model.graph:
         made = f"{node.name} ({node.op_type})" if node is not None else "an input"
+        if node in branches(model.graph):
+            made += ", an If by the number of rows"
         return f"{logits} is made by {made}, which is no linear of constant weights"
     x = node.inputs[0]
     others = node.inputs[1 : _LINEARS.get(node.op_type)]

@@ -42,9 +42,9 @@ class Side:
         self._session = None
 
     @contextlib.contextmanager
-    def exposing(self, values: Iterable[str]) -> Iterator[None]:
-        """Let `run` also give `values`, until this ends."""
-        with with_outputs(self.model, values) as copy:
+    def exposing(self, values: Iterable[str], few: bool | None = None) -> Iterator[None]:
+        """Let `run` also give `values`, until this ends; few: of a way, see `with_outputs`."""
+        with with_outputs(self.model, values, few) as copy:
             self._session = self._runtime.open(copy, spinning=False)
         try:
             yield

@@ -25,4 +25,4 @@ def pass_names(target: str, recipe: Recipe) -> list[str]:
         names += ["add_cache", "cleanup"] if recipe.add_cache else []
         names += ["quantize_cache"] if recipe.kv_cache else []
     names += ["last_logits"] if recipe.last_logits else []  # the cache is measured on all tokens
-    return names
+    return [*names, "join_branches"]

@@ -67,6 +67,7 @@ _ENTRIES: dict[Kind, dict[str, str]] = {
         "quantize_cache": "qgraph.passes.quantize_cache:QuantizeCache",
         "last_logits": "qgraph.passes.last_logits:LastLogits",
         "widen_products": "qgraph.passes.widen_products:WidenProducts",
+        "join_branches": "qgraph.passes.join_branches:JoinBranches",
         "cleanup": "qgraph.passes.cleanup:Cleanup",
     },
     "checkpoint": {

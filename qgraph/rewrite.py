@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.constants import constant_value
+from qgraph.constants import constant_value, drop_constant, is_read
 from qgraph.errors import GraphError
 from qgraph.scopes import scopes
 
@@ -105,7 +105,7 @@ class Rewriter:
     def drop_unused(self, nodes: Iterable[ir.Node]) -> None:
         """Remove those of `nodes` (readers last) that nobody reads now, and their constants."""
         for node in reversed(list(nodes)):
-            if node.graph is None or any(_read(output) for output in node.outputs):
+            if node.graph is None or any(is_read(output) for output in node.outputs):
                 continue
             inputs = [value for value in node.inputs if value is not None]
             node.graph.remove(node, safe=True)
@@ -123,18 +123,6 @@ def _attribute(name: str, value: int | float | str | list[int]) -> ir.Attr:
     if isinstance(value, float):
         return ir.AttrFloat32(name, value)
     return ir.AttrString(name, value) if isinstance(value, str) else ir.AttrInt64s(name, value)
-
-
-def _read(value: ir.Value) -> bool:
-    return bool(value.uses()) or value.is_graph_output()
-
-
-def drop_constant(value: ir.Value) -> None:
-    """Remove an initializer that nobody reads."""
-    if value.is_initializer() and not _read(value) and not value.is_graph_input():
-        graph = value.graph
-        assert graph is not None and value.name is not None
-        del graph.initializers[value.name]
 
 
 def _all_names(model: ir.Model) -> Iterable[str]:

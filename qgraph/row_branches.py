@@ -9,12 +9,12 @@ A site of the first body and its copy are one site with two kernels.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.scopes import nodes
+from qgraph.scopes import bodies, nodes
 from qgraph.site import Site
 
 MANY = "/many"
@@ -24,14 +24,26 @@ _NEVER = 1 << 62
 FEW_BODY, MANY_BODY = "then_branch", "else_branch"
 
 
-def branches(model: ir.Model) -> list[ir.Node]:
-    """The Ifs by the number of rows; all stand in the main graph."""
-    return [n for n in model.graph if n.op_type == "If" and not n.domain and _is_ours(n)]
+def branches(graph: ir.Graph) -> list[ir.Node]:
+    """The Ifs by the number of rows in a main graph; none stands in a body of another node."""
+    return [n for n in graph if n.op_type == "If" and not n.domain and _is_ours(n)]
+
+
+def within(model: ir.Model, op_types: Collection[str]) -> str:
+    """Which of the Ifs by the number of rows holds ops that are looked for outside; or nothing."""
+    for branch in branches(model.graph):
+        for body in bodies(branch):
+            if any(node.op_type in op_types for node in nodes(body)):
+                return (
+                    f"{branch.name}, an If by the number of rows, holds them: start from the float "
+                    "model, with --for both beside this option"
+                )
+    return ""
 
 
 def take(model: ir.Model, few: bool) -> None:
     """Let each of them take one of its bodies, whatever the number of rows."""
-    for branch in branches(model):
+    for branch in branches(model.graph):
         less = branch.inputs[0].producer() if branch.inputs[0] is not None else None
         limit = less.inputs[1] if less is not None and less.op_type == "Less" else None
         assert limit is not None, "an If by the number of rows compares it with a constant"
@@ -41,7 +53,7 @@ def take(model: ir.Model, few: bool) -> None:
 def joined(sites: Sequence[Site], model: ir.Model) -> list[Site]:
     """`sites`, those of one node and its copy as one; a dequantized copy is not lowered yet."""
     found = list(sites)
-    for node in branches(model):
+    for node in branches(model.graph):
         if node.name:
             found = _joined(found, node)
     return found

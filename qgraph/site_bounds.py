@@ -66,8 +66,7 @@ class BoundedSite:
 
     reference: the float site. candidate: the packed one, of that name or of several linears.
     source: the rows that it reads. first: where those of the reference begin among them.
-    bias: what is added to the reference's product, `[N]`. least: tokens of the fewest that
-        run through the candidate; fewer run through another kernel.
+    bias: what is added to the reference's product, `[N]`.
     """
 
     def __init__(
@@ -77,10 +76,9 @@ class BoundedSite:
         source: QuantSource,
         bias: Array,
         first: int = 0,
-        least: int = 0,
     ) -> None:
         self.reference, self.candidate, self.source = reference, candidate, source
-        self.first, self.least, self._bias = first, least, bias
+        self.first, self._bias = first, bias
         self._x: list[Array] = []
         self._y: list[Array] = []
         self._rounding: list[Array] = []
@@ -90,14 +88,6 @@ class BoundedSite:
     def of(cls, shared: SharedSite) -> BoundedSite | None:
         """None where there is nothing to bound: floats, embeddings, views, unknown formats."""
         reference, candidate = shared.reference, shared.candidate
-        least = candidate.from_rows
-        if candidate.many is not None:
-            if not least:  # nobody knows which of its two kernels ran
-                return None
-            candidate = candidate.many
-            made = candidate.activation.producer()
-            if made is not None and made.graph is candidate.node.graph:
-                return None  # what it reads stays in the body
         if reference.gathers or reference.state != "float" or not reference.weight:
             return None
         if any(site.node.attributes.get_int("transA", 0) for site in (reference, candidate)):
@@ -112,7 +102,7 @@ class BoundedSite:
             return None
         if first % source.row_step or stop - first != reference.n:
             return None
-        return cls(reference, candidate, source, bias, first, least)
+        return cls(reference, candidate, source, bias, first)
 
     @property
     def activation(self) -> str:
@@ -135,7 +125,7 @@ class BoundedSite:
     def add(self, x: Array, y: Array) -> None:
         """A sample's activation `[…, K]` and output `[…, N]`; a few finite rows are kept."""
         x, y = x.reshape(-1, self.source.k), y.reshape(-1, self.reference.n)
-        if len(x) != len(y) or len(x) < self.least:
+        if len(x) != len(y):
             return
         x = x.astype(np.float32)
         finite = np.flatnonzero(np.isfinite(x).all(axis=1))  # NaN is the fault of earlier sites

@@ -14,7 +14,9 @@ from qgraph.feeding import shortened
 from qgraph.formats.base import Array
 from qgraph.outcomes import INPUTS_SCALED, ROWS_ORDERED, ROWS_SCALED
 from qgraph.output_error import ChannelError, OutputError
-from qgraph.paired import Pair
+from qgraph.paired import Pair, Side
+from qgraph.row_branches import branches
+from qgraph.row_unfolding import as_run
 from qgraph.site_bounds import BoundedSite
 from qgraph.site_outputs import noted, read_graph
 from qgraph.site_pairs import SharedSite, paired_sites
@@ -29,6 +31,13 @@ SITE_BYTES = 128_000_000
 def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comparison:
     """`found` with the errors of shared sites; where that cannot be done, with a note."""
     reference, candidate = (read_graph(side.model) for side in pair.sides)
+    few = _way(pair.candidate, candidate, samples)
+    if few is not None:
+        candidate = as_run(candidate, few)
+        words = (
+            f"the candidate has two ways: its sites are those that {_WAYS[few]} rows run through"
+        )
+        found = _noting(found, words)
     pairs = paired_sites(reference, candidate)
     shared = list(pairs.shared)
     found = dataclasses.replace(found, notes=(*found.notes, *pairs.notes))
@@ -57,7 +66,7 @@ def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comp
     try:
         with (
             pair.reference.exposing(site.value for site in shared),
-            pair.candidate.exposing(_exposed(shared, bounded)),
+            pair.candidate.exposing(_exposed(shared, bounded), few),
         ):
             rows, tokens = _site_rows(pair, shared, cut, bounded, scaled)
     except InputError as error:
@@ -68,14 +77,23 @@ def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comp
     rows, broken = _with_bounds(rows, bounded, _scaled(candidate, shared))
     if broken:
         found = _noting(found, broken)
-    twice = {site.name for site in shared if site.candidate.many is not None}
-    if many := sum(row.name in twice and row.kernel_ratio is None for row in rows):
-        words = (
-            f"{many} sites have another kernel for many rows, which did not run here or reads what "
-            "stays in a body: nothing is said of their own errors"
-        )
-        found = _noting(found, words)
     return dataclasses.replace(found, sites=rows, site_samples=len(cut), site_tokens=tokens)
+
+
+_WAYS = {True: "few", False: "many"}
+
+
+def _way(side: Side, model: ir.Model, samples: Sequence[Sample]) -> bool | None:
+    """Whether the first sample has few rows for a model that asks; None where it does not."""
+    conditions = [branch.inputs[0] for branch in branches(model.graph)]
+    if not conditions or conditions[0] is None or not samples:
+        return None
+    name = str(conditions[0].name)
+    try:
+        with side.exposing([name]):
+            return bool(side.run(samples[0])[name])
+    except InputError:
+        return None
 
 
 def _bounded(shared: Sequence[SharedSite]) -> dict[str, BoundedSite]:

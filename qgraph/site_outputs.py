@@ -14,6 +14,7 @@ from qgraph.beside import data_lies_elsewhere, graph_at, write_beside
 from qgraph.errors import InputError
 from qgraph.model_metadata import read_metadata, site_entries
 from qgraph.node_form import check_nodes
+from qgraph.row_unfolding import as_run
 from qgraph.sites import find_sites
 
 
@@ -39,21 +40,33 @@ def vocabulary(model: ir.Model) -> int | None:
 
 
 @contextlib.contextmanager
-def with_outputs(model: Path | ir.Model, values: Iterable[str]) -> Iterator[Path | ir.Model]:
+def with_outputs(
+    model: Path | ir.Model, values: Iterable[str], few: bool | None = None
+) -> Iterator[Path | ir.Model]:
     """A copy of `model` that also gives `values`; a copy of a file is gone when this ends.
 
     A file's copy lies beside it, so that its references to data files hold, or is in memory where
     they would not; the weights in data files are not copied.
 
+    Args:
+        model: a file, or a model in memory.
+        values: names of its main graph, or of the way that it is to take.
+        few: which, by the number of rows, see `as_run`; None where it is to keep what it has.
+
     Raises:
         InputError: the folder of the file cannot be written.
     """
     graph = read_graph(model)
+    if few is not None:
+        graph = as_run(graph, few)
     if isinstance(model, ir.Model) or data_lies_elsewhere(model, graph):
         yield _with_outputs(graph, values)
         return
     path = model.absolute()
-    proto = onnx.load_model(path, load_external_data=False)
+    if few is not None:
+        proto = ir.serde.serialize_model(graph)
+    else:
+        proto = onnx.load_model(path, load_external_data=False)
     known = {output.name for output in proto.graph.output}
     for name in values:
         if name not in known:

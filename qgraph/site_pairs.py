@@ -1,8 +1,7 @@
 """The sites that two models share: the value that each gives, and what has no counterpart.
 
 Where the candidate holds several linears in one, each is paired with the rows that are its own:
-in the order of `holds` in the metadata. What the candidate hands on from an If by the number of
-rows is read behind it, whichever body ran.
+in the order of `holds` in the metadata.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import onnx_ir as ir
 
 from qgraph.check import reading_op
 from qgraph.model_metadata import read_metadata, site_entries
-from qgraph.row_branches import branches
-from qgraph.scopes import bodies
 from qgraph.sites import Site, find_sites
 
 _NAMED = 4
@@ -67,7 +64,6 @@ class _Pairing:
     """Sites by name, those of the candidate also by the names of those that they hold."""
 
     def __init__(self, reference: ir.Model, candidate: ir.Model) -> None:
-        self.handed_on = _handed_on(candidate)
         every = {_name(site): site for site in find_sites(reference)}
         self.first = {n: s for n, s in every.items() if s.node.graph is reference.graph}
         self.second = {_name(site): site for site in find_sites(candidate)}
@@ -156,11 +152,7 @@ class _Pairing:
             return value.name or "", value.name or "", None
         given, biased = twin.output, _adds(twin)
         if twin.node.graph is not self.main:
-            outside = self._outside(given, twin.n)
-            if outside is None:
-                return _IN_BODIES
-            given, added = outside
-            biased = biased or added
+            return _IN_BODIES
         bias: ir.Value | None = None
         if biased and not _adds(site):
             behind = _bias_behind(value, site.n)
@@ -173,15 +165,6 @@ class _Pairing:
                 return _BIAS
             given, _ = behind
         return value.name or "", given.name or "", bias
-
-    def _outside(self, value: ir.Value, n: int) -> tuple[ir.Value, bool] | None:
-        """What an If hands on of a linear in its body, and whether a bias is added before."""
-        biased = False
-        for each, added in _followed(value, n):
-            biased = biased or added is not None
-            if id(each) in self.handed_on:
-                return self.handed_on[id(each)], biased
-        return None
 
 
 _GONE = "have no site of their name in the candidate"
@@ -200,16 +183,6 @@ def _told(why: str, names: Sequence[str]) -> str:
 def _name(site: Site) -> str:
     """The site's name; a nameless node is called as capture calls it."""
     return site.name or f"{site.op}_{site.node.outputs[0].name}"
-
-
-def _handed_on(model: ir.Model) -> dict[int, ir.Value]:
-    """By identity what bodies of Ifs by rows give → the value that the If gives."""
-    return {
-        id(inner): outer
-        for node in branches(model)
-        for body in bodies(node)
-        for inner, outer in zip(body.outputs, node.outputs, strict=False)
-    }
 
 
 def _adds(site: Site) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bitsandbytes_cpu import in_float32
 
 from qgraph.checkpoints.opening import open_checkpoint
 from qgraph.quantizing import quantize_checkpoint
@@ -119,7 +120,7 @@ def both(
     quantize_checkpoint(folder, out, layout=layout, format=spelled)
     given = {"dtype": getattr(torch, dtype)}
     load = transformers.AutoModelForCausalLM.from_pretrained
-    loaded = load(path if more else out, **given, **more)
+    loaded = in_float32(load(path if more else out, **given, **more))
     module = load(folder, **given)
     before = logits(module)
     entries = open_checkpoint(out).entries

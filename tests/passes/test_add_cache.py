@@ -89,8 +89,8 @@ def test_each_way_by_rows_is_proven_by_itself(plain: Path) -> None:
     output = plain.with_name("both.onnx")
     qgraph.optimize(plain, output, purpose="both", add_cache=True, min_elements=64)
     model = ir.load(output)
-    assert branches(model)
-    few, many = (body_of(branches(model)[0], name) for name in (FEW_BODY, MANY_BODY))
+    (branch,) = branches(model.graph)
+    few, many = (body_of(branch, name) for name in (FEW_BODY, MANY_BODY))
     assert few is not None and many is not None
     assert any(node.op_type == "MatMulNBits" for node in few)
     assert any(node.op_type == "MatMulIntegerToFloat" for node in many)
