@@ -44,7 +44,7 @@ def nodes(graph: onnx.GraphProto) -> Counter[str]:
 
 def run(path: Path, rows: int) -> Any:
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    x = np.random.default_rng(rows).standard_normal((9, 128)).astype(np.float32)
+    x = np.random.default_rng(rows).standard_normal((rows, 128)).astype(np.float32)
     return session.run(["logits"], {"x": x})[0]
 
 
