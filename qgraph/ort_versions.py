@@ -1,10 +1,10 @@
 """The first ONNX Runtime that has a feature, and how a node shows that it needs it.
 
-Every version here was found by running small models, whose results are known, on the CPU of
-builds from OLDEST to NEWEST; tests/benchmarks/old_runtimes.py does that again. Only what is never
-written here (norms in attention, caches of a window, packed layouts), or needs a GPU (blocks of
-FP8 and FP4), is by the lists of inputs and attributes of those builds. What came before OLDEST
-counts as of OLDEST.
+Every version here, and in `kernel_ops`, was found by running small models, whose results are known,
+on the CPU of builds from OLDEST to NEWEST; tests/benchmarks/old_runtimes.py does that again. Only
+what is never written here (norms in attention, caches of a window, packed layouts), or needs a GPU
+(blocks of FP8 and FP4), is by the lists of inputs and attributes of those builds. What came before
+OLDEST counts as of OLDEST.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from qgraph.errors import InputError
+from qgraph.kernel_ops import CONTRIB_OPS, NBITS, KernelOp
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -46,9 +47,6 @@ OPSETS: dict[int, Version] = {
     28: (1, 32),
 }  # fmt: skip
 IR_VERSIONS: dict[int, Version] = {11: (1, 23), 12: (1, 24), 13: (1, 24), 14: (1, 32)}
-_BLOCK_QUANTIZED = ("MatMulBlockQuantizedFp8Weight", "MatMulBlockQuantizedFp4Weight")
-_BYTES = "GatherBlockQuantized"
-_PRODUCT = "MatMulNBits"
 ONNX = ("", "ai.onnx")
 _BARE = "DequantizeLinear without zero points behind which a Transpose stands"
 _GROUPED, _MULTI_HEAD = "GroupQueryAttention", "MultiHeadAttention"
@@ -115,18 +113,11 @@ def _of_number(table: dict[int, Version], number: int) -> Version | None:
 def kernel_since(op: str, bits: int, level: int = 0, dtype: str = "float32") -> Version:
     """The first with a kernel of packed weights, codes lying in bytes.
 
-    op: its name without a domain. level: the accuracy level of MatMulNBits; 8 bits computed in
-        int8 came before those computed in floats.
+    op: its name without a domain. level: the accuracy level of MatMulNBits.
     """
-    if op in _BLOCK_QUANTIZED:
-        return (1, 29)
-    if op == _BYTES:
-        return (1, 27) if bits == 2 else (1, 23)
-    if op != _PRODUCT:
-        return OLDEST
-    if bits == 2:
-        return (1, 28) if dtype == "float16" else (1, 24)
-    return {8: (1, 22) if level == 4 else (1, 23)}.get(bits, OLDEST)
+    known = CONTRIB_OPS.get(op)
+    listed = known.since if known is not None else ()
+    return next((each.release for each in listed if each.holds(bits, level, dtype)), OLDEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,12 +188,11 @@ FEATURES = (
     Feature(_GROUPED, ATTENTION_BIAS, "with attention_bias", _told(10)),
     Feature(_GROUPED, ATTENTION_BIAS, "with position_ids", _told(9)),
     Feature(_MULTI_HEAD, (1, 21), "with one attention_bias for all heads", _is_shared),
-    Feature(_PRODUCT, (1, 28), "with packed layouts", _set("weight_prepacked")),
+    Feature(NBITS.op_type, (1, 28), "with packed layouts", _set("weight_prepacked")),
 )  # fmt: skip
 _TRIED = frozenset({
-    _GROUPED, _PRODUCT, _BYTES, *_BLOCK_QUANTIZED, "MatMulBnb4", "MatMulIntegerToFloat",
-    "DynamicQuantizeMatMul", "SkipSimplifiedLayerNormalization", "SkipLayerNormalization", "Gelu",
-    "FastGelu", "QuickGelu", "RotaryEmbedding", _MULTI_HEAD,
+    *CONTRIB_OPS, _GROUPED, _MULTI_HEAD, "SkipSimplifiedLayerNormalization",
+    "SkipLayerNormalization", "Gelu", "FastGelu", "QuickGelu", "RotaryEmbedding",
 })  # fmt: skip
 """What has been run; of all of `com.microsoft`, these are what graphs are fused into here."""
 
@@ -217,22 +207,22 @@ def features_of(node: ir.Node) -> list[tuple[Version, str]] | None:
         return [(WITHOUT_ZEROS, _BARE)] if op == "DequantizeLinear" and _is_bare(node) else []
     if op not in _TRIED:
         return None
-    packed = op in (_PRODUCT, _BYTES, *_BLOCK_QUANTIZED)
-    found = [_packed(node) if packed else (OLDEST, op)]
+    packed = CONTRIB_OPS.get(op)
+    found = [_packed(node, packed) if packed is not None and packed.since else (OLDEST, op)]
     return found + [
         (each.since, f"{op} {each.what}") for each in FEATURES if each.op == op and each.has(node)
     ]
 
 
-def _packed(node: ir.Node) -> tuple[Version, str]:
-    op, codes, dtype = node.op_type, node.inputs[0], node.outputs[0].dtype
+def _packed(node: ir.Node, op: KernelOp) -> tuple[Version, str]:
+    codes, dtype = op.read(node, "codes"), node.outputs[0].dtype
     kind = codes.dtype.name if codes is not None and codes.dtype is not None else ""
-    if op == _BYTES and kind in ("INT4", "UINT4"):
-        return OLDEST, op
-    bits, level = (node.attributes.get_int(name, fallback) for name, fallback in
-                   (("bits", 4), ("accuracy_level", 0)))  # fmt: skip
+    if op.kind == "gather" and kind in ("INT4", "UINT4"):
+        return OLDEST, op.op_type
+    bits, level = op.number(node, "bits"), op.number(node, "accuracy_level")
     half = "float16" if dtype is not None and dtype.name == "FLOAT16" else "float32"
-    words = f"{op} of {bits} bits" if op in (_PRODUCT, _BYTES) else op
-    if (op, bits) == (_PRODUCT, 8) and level != 4:
+    since = kernel_since(op.op_type, bits, level, half)
+    words = op.op_type + (f" of {bits} bits" if "bits" in op.attributes else "")
+    if any(each.bits == bits and each.level not in (None, level) for each in op.since):
         words += " at accuracy level 0"
-    return kernel_since(op, bits, level, half), words + (" in float16" if half == "float16" else "")
+    return since, words + (" in float16" if half == "float16" else "")

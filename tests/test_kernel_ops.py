@@ -1,0 +1,96 @@
+"""The table of kernel ops, against the schemas of ONNX Runtime and ONNX, and the torch runtime."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import pytest
+from onnxruntime.capi import onnxruntime_pybind11_state as pybind_state
+
+from qgraph.kernel_ops import (
+    CONTRIB,
+    CONTRIB_OPS,
+    DEQUANTIZE_LINEAR,
+    KERNEL_OPS,
+    MATMUL_NBITS,
+    OWN_DEQUANTIZE,
+    OWN_LINEAR,
+    reading_op,
+)
+from qgraph.runtimes.torch.table import table
+
+SPELLED = {
+    "A": "x", "indices": "x", "a_scale": "x_scale", "input_scale": "x_scale",
+    "a_zero_point": "x_zero", "B": "codes", "data": "codes", "b_scale": "scales",
+    "absmax": "scales", "weight_scale": "scales", "weight_scale_2": "tensor",
+    "zero_points": "zeros", "b_zero_point": "weight_zero", "g_idx": "order",
+}  # fmt: skip
+"""What ONNX Runtime's schemas call what an op reads, where that is another word."""
+SCHEMAS = {
+    schema.name: schema
+    for schema in pybind_state.get_all_operator_schema()
+    if schema.domain == CONTRIB
+}
+
+
+def default_of(attribute: Any) -> int | None:
+    """What a schema says of an attribute that a node leaves out; None where it may not."""
+    spelled = onnx.AttributeProto.FromString(attribute._default_value)
+    return None if attribute.required else spelled.i
+
+
+@pytest.mark.parametrize("name", CONTRIB_OPS)
+def test_entries_are_what_the_schemas_say(name: str) -> None:
+    op, schema = CONTRIB_OPS[name], SCHEMAS[name]
+    assert op.inputs == tuple(SPELLED.get(each.name, each.name) for each in schema.inputs)
+    assert op.least == schema.min_input
+    attributes = {key: default_of(schema.attributes[key]) for key in op.attributes}
+    assert dict(op.attributes) == attributes
+    assert set(op.required) == {key for key, each in schema.attributes.items() if each.required}
+
+
+def test_dequantize_linear_is_what_its_schema_says() -> None:
+    op, schema = KERNEL_OPS[DEQUANTIZE_LINEAR], onnx.defs.get_schema("DequantizeLinear")
+    assert [each.name for each in schema.inputs] == ["x", "x_scale", "x_zero_point"]
+    assert op.inputs == ("codes", "scales", "zeros")
+    assert op.least == schema.min_input
+
+
+TORCH = [name for name in CONTRIB_OPS if (CONTRIB, name) in table()]
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_the_torch_runtime_reads_the_same(name: str) -> None:
+    op = CONTRIB_OPS[name]
+    given = table()[CONTRIB, name].signature.parameters.values()
+    empty = inspect.Parameter.empty
+    places = [each for each in given if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert len(places) == len(op.inputs)
+    assert sum(each.default is empty for each in places) == op.least
+    numbers = {each.name: each.default for each in given if each.kind is each.KEYWORD_ONLY}
+    for attribute, default in op.attributes.items():
+        assert numbers[attribute] == (empty if default is None else default)
+
+
+def test_the_torch_runtime_has_all_but_products_of_bytes() -> None:
+    assert set(CONTRIB_OPS) - set(TORCH) == {"DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
+
+
+@pytest.mark.parametrize(
+    "domain, op_type, found",
+    [
+        ("qgraph", "LinearNf4V1", OWN_LINEAR),
+        ("qgraph", "DequantizeUint4V1", OWN_DEQUANTIZE),
+        ("", "DequantizeLinear", DEQUANTIZE_LINEAR),
+        (CONTRIB, "MatMulNBits", MATMUL_NBITS),
+        ("", "MatMulNBits", None),
+        (CONTRIB, "DequantizeLinear", None),
+        (CONTRIB, "Gelu", None),
+    ],
+)
+def test_the_op_of_a_node(domain: str, op_type: str, found: str | None) -> None:
+    op = reading_op(ir.Node(domain, op_type, []))
+    assert (op.name if op is not None else None) == found
