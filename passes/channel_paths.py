@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.attention_inputs import GROUPED_QUERY, MULTI_HEAD
 from qgraph.kernel_ops import NBITS
 from qgraph.passes import channel_attention, channel_moves, channel_picks
 from qgraph.passes.channel_moves import Channels, Hop, Index, Slot, Unscalable, called, is_read
@@ -29,8 +30,8 @@ _RULES: dict[tuple[str, str], channel_moves.Rule] = {
     ),
     ("", "MatMul"): channel_attention.through_matmul,
     ("", "Attention"): channel_attention.through_attention,
-    (CONTRIB, "MultiHeadAttention"): channel_attention.through_multi_head,
-    (CONTRIB, "GroupQueryAttention"): channel_attention.through_grouped_query,
+    (CONTRIB, MULTI_HEAD.op_type): channel_attention.through_multi_head,
+    (CONTRIB, GROUPED_QUERY.op_type): channel_attention.through_grouped_query,
 }
 
 _NORMS: dict[tuple[str, str], tuple[int, int | None]] = {

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from qgraph.capabilities import Capabilities
 from qgraph.formats.base import Array
-from qgraph.kernel_ops import CONTRIB
+from qgraph.op_inputs import CONTRIB
 from qgraph.ort_versions import Version
 from qgraph.passes.base import Findings
 from qgraph.rewrite import Rewriter

@@ -16,8 +16,9 @@ from qgraph.formats.base import Array
 from qgraph.graph import Graph
 from qgraph.integer_sites import ZERO_POINT
 from qgraph.kernel_choice import layout_of, spell_kernel
-from qgraph.kernel_ops import DEQUANTIZE_LINEAR, KERNEL_OPS, bare_name
+from qgraph.kernel_ops import DEQUANTIZE_LINEAR, KERNEL_OPS
 from qgraph.observers import KINDS
+from qgraph.op_inputs import bare_name
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.passes.input_scales import DEFAULT_LOSS, OUTPUT
 from qgraph.passes.quantized_inputs import InputRange, QuantizedInput, QuantizedInputs

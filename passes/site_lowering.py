@@ -10,7 +10,7 @@ import onnx_ir as ir
 from qgraph.capabilities import Answer, Query
 from qgraph.graph import Graph
 from qgraph.kernel_choice import best_kernel, spell_kernel
-from qgraph.kernel_ops import bare_name
+from qgraph.op_inputs import bare_name
 from qgraph.passes.base import Context, is_lazy, source_of
 from qgraph.recipe import FLOAT
 from qgraph.report import Step

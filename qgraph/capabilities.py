@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias
 
-from qgraph.kernel_ops import bare_name
+from qgraph.op_inputs import bare_name
 from qgraph.ort_versions import NEWEST, Version, kernel_since, opset_since, spell
 from qgraph.traits import Traits
 

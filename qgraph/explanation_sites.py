@@ -9,7 +9,7 @@ from rich.console import Console
 
 from qgraph.console import escape, megabytes, print_line, print_table
 from qgraph.explanation import Explanation, SiteRow
-from qgraph.kernel_ops import bare_name
+from qgraph.op_inputs import bare_name
 from qgraph.report import REASONS, Step
 
 SITES_SHOWN = 20

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qgraph.attention_inputs import MULTI_HEAD
 from qgraph.decoder_graph import CACHING
 from qgraph.errors import QGraphError
 from qgraph.kernel_ops import NBITS
@@ -35,7 +36,7 @@ LITTLE = 0.9
 """With this share of the multiply-adds in linears and convolutions, little is left to fuse."""
 _IMAGE = 4
 """Dimensions of an input that is no text."""
-_ATTENTION, _NBITS = "MultiHeadAttention", NBITS.op_type
+_ATTENTION, _NBITS = MULTI_HEAD.op_type, NBITS.op_type
 _ATTENTIONS = ("Attention", _ATTENTION)
 _CONVOLUTION = "Conv"
 _MOVES = ("Reorder", "Memcpy")

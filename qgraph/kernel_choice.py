@@ -22,8 +22,8 @@ from qgraph.kernel_ops import (
     MATMUL_NBITS,
     OWN_DEQUANTIZE,
     OWN_LINEAR,
-    bare_name,
 )
+from qgraph.op_inputs import bare_name
 from qgraph.sites import Site
 
 SMALLEST_AUTO_GROUP = 32

@@ -10,15 +10,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
+
+from qgraph.op_inputs import CONTRIB, OpInputs
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from qgraph.formats.parts import Part
     from qgraph.ort_versions import Version
 
-CONTRIB = "com.microsoft"
 MATMUL_NBITS = "com.microsoft::MatMulNBits"
 GATHER_BLOCK_QUANTIZED = "com.microsoft::GatherBlockQuantized"
 DEQUANTIZE_LINEAR = "ai.onnx::DequantizeLinear"
@@ -38,7 +38,6 @@ Read = Literal[
 ]
 PackedPart = Literal["codes", "scales", "zeros", "tensor"]
 _PARTS: tuple[PackedPart, ...] = ("codes", "scales", "zeros", "tensor")
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +58,8 @@ class Since:
         return all(own is None or own == given for own, given in wanted)
 
 
-def bare_name(op: str) -> str:
-    """`com.microsoft::MatMulNBits` as `MatMulNBits`."""
-    return op.rpartition("::")[2]
-
-
 @dataclasses.dataclass(frozen=True)
-class KernelOp:
+class KernelOp(OpInputs[Read]):
     """One op that reads a packed weight.
 
     name: with its domain. Our functions' begin so, and end in a format.
@@ -83,19 +77,12 @@ class KernelOp:
         counts; where none does, the oldest that was tried has them.
     """
 
-    name: str
     kind: Kind
-    inputs: tuple[Read, ...]
     least: int
     attributes: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
     layout: Literal["", "blocks", "qdq", "flat", "own", "kn"] = ""
     format: str = ""
     since: tuple[Since, ...] = ()
-
-    @property
-    def op_type(self) -> str:
-        """Its name without the domain."""
-        return bare_name(self.name)
 
     @functools.cached_property
     def parts(self) -> Mapping[PackedPart, int]:
@@ -131,34 +118,15 @@ class KernelOp:
         """The axis of a part along which the rows of the weight lie."""
         return 1 if self.is_integer and part == "codes" else 0
 
-    def at(self, what: Read) -> int | None:
-        """The input that is this; None where it reads none such."""
-        return self.inputs.index(what) if what in self.inputs else None
-
-    def read(self, node: ir.Node, what: Read) -> ir.Value | None:
-        """What a node of this op has for an input; None where it leaves it out."""
-        at = self.at(what)
-        return node.inputs[at] if at is not None and at < len(node.inputs) else None
-
     def number(self, node: ir.Node, attribute: str) -> int:
         """What a node says of an attribute, or what holds where it says nothing; else 0."""
         return node.attributes.get_int(attribute, self.defaults.get(attribute, 0))
-
-    def arranged(self, parts: Mapping[Part, _T], **others: _T | None) -> list[_T | None]:
-        """A node's inputs, None where one is left out.
-
-        parts: of its weight; what it does not read is for others. others: by what they are.
-        """
-        assert others.keys() <= {*self.inputs}, f"{self.name} does not read all of {[*others]}"
-        found: dict[str, _T | None] = {part: value for part, value in parts.items()}  # noqa: C416
-        found |= others
-        return [found.get(what) for what in self.inputs]
 
 
 _SIZES = {"K": None, "N": None, "block_size": None}
 _OPS = (
     KernelOp(
-        MATMUL_NBITS, "linear", ("x", "codes", "scales", "zeros", "order", "bias"), 3,
+        MATMUL_NBITS, ("x", "codes", "scales", "zeros", "order", "bias"), "linear", 3,
         {**_SIZES, "bits": 4, "accuracy_level": 0}, "blocks",
         since=(
             Since((1, 28), bits=2, dtype="float16"),
@@ -168,32 +136,33 @@ _OPS = (
         ),
     ),
     KernelOp(
-        MATMUL_BNB4, "linear", ("x", "codes", "scales"), 3, {**_SIZES, "quant_type": None}, "flat",
+        MATMUL_BNB4, ("x", "codes", "scales"), "linear", 3, {**_SIZES, "quant_type": None}, "flat",
     ),
     KernelOp(
-        MATMUL_FP8, "linear", ("x", "codes", "scales", "x_scale", "bias"), 3,
+        MATMUL_FP8, ("x", "codes", "scales", "x_scale", "bias"), "linear", 3,
         {"block_size": 128}, "own", "fp8-e4m3", (Since((1, 29)),),
     ),
     KernelOp(
-        MATMUL_FP4, "linear", ("x", "codes", "scales", "tensor", "x_scale", "bias"), 4,
+        MATMUL_FP4, ("x", "codes", "scales", "tensor", "x_scale", "bias"), "linear", 4,
         {"block_size": 16}, "own", "nvfp4", (Since((1, 29)),),
     ),
     KernelOp(
-        DYNAMIC_QUANTIZE_MATMUL, "linear", ("x", "codes", "scales", "weight_zero", "bias"), 3,
+        DYNAMIC_QUANTIZE_MATMUL, ("x", "codes", "scales", "weight_zero", "bias"), "linear", 3,
         layout="kn",
     ),
     KernelOp(
-        MATMUL_INTEGER_TO_FLOAT, "linear",
-        ("x", "codes", "x_scale", "scales", "x_zero", "weight_zero", "bias"), 4, layout="kn",
+        MATMUL_INTEGER_TO_FLOAT,
+        ("x", "codes", "x_scale", "scales", "x_zero", "weight_zero", "bias"), "linear", 4,
+        layout="kn",
     ),
     KernelOp(
-        GATHER_BLOCK_QUANTIZED, "gather", ("codes", "x", "scales", "zeros"), 3,
+        GATHER_BLOCK_QUANTIZED, ("codes", "x", "scales", "zeros"), "gather", 3,
         {"bits": 4, "block_size": 128, "gather_axis": 0, "quantize_axis": 1}, "blocks",
         since=(Since((1, 27), bits=2), Since((1, 23))),  # of codes in bytes
     ),
-    KernelOp(DEQUANTIZE_LINEAR, "dequantize", ("codes", "scales", "zeros"), 2, layout="qdq"),
-    KernelOp(OWN_DEQUANTIZE, "dequantize", ("codes", "scales", "zeros"), 2),
-    KernelOp(OWN_LINEAR, "linear", ("x", "codes", "scales", "zeros"), 2),
+    KernelOp(DEQUANTIZE_LINEAR, ("codes", "scales", "zeros"), "dequantize", 2, layout="qdq"),
+    KernelOp(OWN_DEQUANTIZE, ("codes", "scales", "zeros"), "dequantize", 2),
+    KernelOp(OWN_LINEAR, ("x", "codes", "scales", "zeros"), "linear", 2),
 )  # fmt: skip
 KERNEL_OPS: Mapping[str, KernelOp] = {op.name: op for op in _OPS}
 CONTRIB_OPS: Mapping[str, KernelOp] = {

@@ -15,7 +15,8 @@ import onnx_ir as ir
 
 from qgraph.errors import GraphError, one_line
 from qgraph.formats.onnx_function import DOMAIN
-from qgraph.kernel_ops import CONTRIB, CONTRIB_OPS, KERNEL_OPS, OWN_LINEAR, KernelOp
+from qgraph.kernel_ops import CONTRIB_OPS, KERNEL_OPS, OWN_LINEAR, KernelOp
+from qgraph.op_inputs import CONTRIB
 from qgraph.scopes import scopes
 
 _ANY = 1 << 30

@@ -14,8 +14,9 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
+from qgraph.attention_inputs import GROUPED_QUERY, MULTI_HEAD, Told
 from qgraph.errors import InputError
-from qgraph.kernel_ops import CONTRIB_OPS, NBITS, KernelOp
+from qgraph.kernel_ops import CONTRIB_OPS, DEQUANTIZE_LINEAR, KERNEL_OPS, NBITS, KernelOp
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -48,8 +49,9 @@ OPSETS: dict[int, Version] = {
 }  # fmt: skip
 IR_VERSIONS: dict[int, Version] = {11: (1, 23), 12: (1, 24), 13: (1, 24), 14: (1, 32)}
 ONNX = ("", "ai.onnx")
+_GROUPED, _MULTI_HEAD = GROUPED_QUERY.op_type, MULTI_HEAD.op_type
+_DEQUANTIZE = KERNEL_OPS[DEQUANTIZE_LINEAR]
 _BARE = "DequantizeLinear without zero points behind which a Transpose stands"
-_GROUPED, _MULTI_HEAD = "GroupQueryAttention", "MultiHeadAttention"
 
 
 def parse_version(text: str) -> Version:
@@ -133,9 +135,9 @@ class Feature:
     has: Callable[[ir.Node], bool]
 
 
-def _told(index: int) -> Callable[[ir.Node], bool]:
-    """Whether an input is connected."""
-    return lambda node: len(node.inputs) > index and node.inputs[index] is not None
+def _told(what: Told) -> Callable[[ir.Node], bool]:
+    """Whether an attention is given an input."""
+    return lambda node: GROUPED_QUERY.read(node, what) is not None
 
 
 def _set(name: str) -> Callable[[ir.Node], bool]:
@@ -144,7 +146,7 @@ def _set(name: str) -> Callable[[ir.Node], bool]:
 
 def _is_shared(node: ir.Node) -> bool:
     """Whether one bias `[B, 1, S, T]` serves all heads."""
-    bias = node.inputs[5] if len(node.inputs) > 5 else None
+    bias = MULTI_HEAD.read(node, "attention_bias")
     heads = node.attributes.get_int("num_heads", 1)
     return bias is not None and bias.shape is not None and bias.shape[1] == 1 < heads
 
@@ -159,34 +161,34 @@ def _is_bare(node: ir.Node) -> bool:
     """Whether it dequantizes other codes than uint8 without zero points, for a Transpose."""
     codes, turned = node.inputs[0], {use.node.op_type for use in node.outputs[0].uses()}
     byte = codes is not None and codes.dtype is not None and codes.dtype.name == "UINT8"
-    blocks = node.attributes.get_int("block_size", 0)
-    return "Transpose" in turned and not (blocks or byte or _told(2)(node))
+    blocks, zeros = node.attributes.get_int("block_size", 0), _DEQUANTIZE.read(node, "zeros")
+    return "Transpose" in turned and not (blocks or byte or zeros is not None)
 
 
 FEATURES = (
-    Feature(_GROUPED, QUERY_LENGTHS, "with query_seqlens", _told(16)),
+    Feature(_GROUPED, QUERY_LENGTHS, "with query_seqlens", _told("query_seqlens")),
     Feature(
         _GROUPED, (1, 30), "that looks ahead", lambda node: not node.attributes.get_int("causal", 1)
     ),
     Feature(_GROUPED, (1, 30), "with a cache of its window", _set("sliding_window_cache")),
-    Feature(_GROUPED, (1, 28), "that norms queries and keys", _told(14)),
+    Feature(_GROUPED, (1, 28), "that norms queries and keys", _told("q_norm_weight")),
     Feature(
         _GROUPED, STORED_CACHE_HALF, "with a quantized cache in float16",
-        lambda node: _told(12)(node) and _is_half(node),
+        lambda node: _told("k_scale")(node) and _is_half(node),
     ),
     Feature(
         _GROUPED, STORED_CACHE_BIAS, "with a quantized cache and attention_bias",
-        lambda node: _told(12)(node) and _told(10)(node),
+        lambda node: _told("k_scale")(node) and _told("attention_bias")(node),
     ),
-    Feature(_GROUPED, STORED_CACHE, "with a quantized cache", _told(12)),
-    Feature(_GROUPED, WITHOUT_CACHE, "without a cache", lambda node: not _told(3)(node)),
+    Feature(_GROUPED, STORED_CACHE, "with a quantized cache", _told("k_scale")),
+    Feature(_GROUPED, WITHOUT_CACHE, "without a cache", lambda node: not _told("past_key")(node)),
     Feature(
         _GROUPED, (1, 24), "with a window",
         lambda node: node.attributes.get_int("local_window_size", -1) > 0,
     ),
-    Feature(_GROUPED, (1, 23), "with sinks", _told(11)),
-    Feature(_GROUPED, ATTENTION_BIAS, "with attention_bias", _told(10)),
-    Feature(_GROUPED, ATTENTION_BIAS, "with position_ids", _told(9)),
+    Feature(_GROUPED, (1, 23), "with sinks", _told("head_sink")),
+    Feature(_GROUPED, ATTENTION_BIAS, "with attention_bias", _told("attention_bias")),
+    Feature(_GROUPED, ATTENTION_BIAS, "with position_ids", _told("position_ids")),
     Feature(_MULTI_HEAD, (1, 21), "with one attention_bias for all heads", _is_shared),
     Feature(NBITS.op_type, (1, 28), "with packed layouts", _set("weight_prepacked")),
 )  # fmt: skip

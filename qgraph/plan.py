@@ -11,7 +11,8 @@ from qgraph.activation_kinds import FP8_KINDS, INT8_AUTO
 from qgraph.adopted import ADOPTED
 from qgraph.coverage import Coverage
 from qgraph.kernel_choice import PORTABLE, kernel_of
-from qgraph.kernel_ops import OWN_LINEAR, bare_name
+from qgraph.kernel_ops import OWN_LINEAR
+from qgraph.op_inputs import bare_name
 from qgraph.recipe import Recipe
 from qgraph.report import SCHEMA
 from qgraph.row_branches import MANY

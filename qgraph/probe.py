@@ -13,7 +13,7 @@ from qgraph.capabilities import FLOAT_ACTIVATIONS, INTEGERS
 from qgraph.formats.base import Array, Part
 from qgraph.integer_sites import IntegerProduct
 from qgraph.kernel_ops import Kind as Kind
-from qgraph.kernel_ops import bare_name
+from qgraph.op_inputs import bare_name
 from qgraph.stored_weight import StoredWeight
 
 

@@ -17,7 +17,7 @@ from qgraph.formats.base import Array
 from qgraph.formats.onnx_function import DOMAIN
 from qgraph.formats.packing import is_turned, row_major
 from qgraph.integer_sites import IntegerProduct
-from qgraph.kernel_ops import CONTRIB as CONTRIB
+from qgraph.op_inputs import CONTRIB as CONTRIB
 from qgraph.view import View
 
 Role = Literal["linear", "head", "embedding", "experts"]

@@ -10,8 +10,8 @@ import onnx_ir as ir
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as pybind_state
 
+from qgraph.attention_inputs import GROUPED_QUERY, MULTI_HEAD, AttentionOp
 from qgraph.kernel_ops import (
-    CONTRIB,
     CONTRIB_OPS,
     DEQUANTIZE_LINEAR,
     KERNEL_OPS,
@@ -20,6 +20,7 @@ from qgraph.kernel_ops import (
     OWN_LINEAR,
     reading_op,
 )
+from qgraph.op_inputs import CONTRIB
 from qgraph.runtimes.torch.table import table
 
 SPELLED = {
@@ -94,3 +95,23 @@ def test_the_torch_runtime_has_all_but_products_of_bytes() -> None:
 def test_the_op_of_a_node(domain: str, op_type: str, found: str | None) -> None:
     op = reading_op(ir.Node(domain, op_type, []))
     assert (op.name if op is not None else None) == found
+
+
+@pytest.mark.parametrize("op", [GROUPED_QUERY, MULTI_HEAD])
+def test_attention_reads_and_gives_what_its_schema_says(op: AttentionOp) -> None:
+    schema = SCHEMAS[op.op_type]
+    assert op.inputs == tuple(each.name for each in schema.inputs)
+    names = [each.name for each in schema.outputs]
+    node = ir.Node(CONTRIB, op.op_type, [], num_outputs=len(names))
+    given = dict(zip(node.outputs, names, strict=True))
+    assert [given[value] for value in op.presents(node)] == ["present_key", "present_value"]
+
+
+def test_inputs_are_arranged_by_what_they_are() -> None:
+    op = CONTRIB_OPS["MatMulNBits"]
+    parts = {"scales": "s", "codes": "c", "minimums": "m"}
+    assert op.arranged(parts, x="x", bias="b") == ["x", "c", "s", None, None, "b"]
+    gather = CONTRIB_OPS["GatherBlockQuantized"]
+    assert gather.arranged({**parts, "zeros": "z"}, x="ids") == ["c", "ids", "s", "z"]
+    with pytest.raises(AssertionError, match="does not read"):
+        gather.arranged(parts, bias="b")
