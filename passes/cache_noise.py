@@ -11,15 +11,16 @@ import onnx_ir as ir
 
 from qgraph.attention_inputs import GROUPED_QUERY
 from qgraph.decoder_graph import CACHING
+from qgraph.kernel_ops import INTEGER_MATMULS
+from qgraph.op_inputs import bare_name
 from qgraph.rewrite import Rewriter
 from qgraph.scopes import nodes
 
 MOVED = 1 + 1e-6
 """What queries, keys and values are multiplied by."""
-ROUNDING = frozenset(
-    "DynamicQuantizeLinear DynamicQuantizeMatMul MatMulInteger MatMulIntegerToFloat "
-    "QuantizeLinear".split()
-)
+ROUNDING = {
+    "DynamicQuantizeLinear", "MatMulInteger", "QuantizeLinear", *map(bare_name, INTEGER_MATMULS),
+}  # fmt: skip
 """Ops that round activations, or multiply what was rounded."""
 _LEVEL, _INT8 = "accuracy_level", 4
 

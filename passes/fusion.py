@@ -23,7 +23,6 @@ from qgraph.rewrite import Rewriter
 from qgraph.scopes import nodes
 
 MICROSOFT = CONTRIB
-"""The domain of ONNX Runtime's own ops."""
 Attributes: TypeAlias = dict[str, int | float | str | list[int]]
 Feed: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], Array]
 """An input of the check: made from a generator, for a shape."""

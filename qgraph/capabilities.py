@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias
 
+from qgraph.kernel_ops import MATMUL_NBITS
 from qgraph.op_inputs import bare_name
 from qgraph.ort_versions import NEWEST, Version, kernel_since, opset_since, spell
 from qgraph.traits import Traits
@@ -179,7 +180,7 @@ class Capabilities:
         if left:
             return left, None
         first = min(_since(rule, query) for rule in rules)
-        op, level = bare_name(query.op), f", level {query.level}" * ("NBits" in query.op)
+        op, level = bare_name(query.op), f", level {query.level}" * (query.op == MATMUL_NBITS)
         detail = came_later(f"{op} of {query.bits} bits{level}", first, self.oldest)
         return [], Answer(None, NEWER, detail, first)
 

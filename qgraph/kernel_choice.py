@@ -16,8 +16,6 @@ from qgraph.kernel_ops import (
     INTEGER_MATMULS,
     KERNEL_OPS,
     MATMUL_BNB4,
-    MATMUL_FP4,
-    MATMUL_FP8,
     MATMUL_INTEGER_TO_FLOAT,
     MATMUL_NBITS,
     OWN_DEQUANTIZE,
@@ -212,7 +210,10 @@ def _candidates(
                 yield dataclasses.replace(each, block=block, level=level, allow_slow=slow)
 
 
-_OF_LINEARS = (OWN_LINEAR, MATMUL_BNB4, MATMUL_FP8, MATMUL_FP4, DEQUANTIZE_LINEAR)
+_OF_LINEARS = {
+    DEQUANTIZE_LINEAR,
+    *(op.name for op in KERNEL_OPS.values() if op.kind == "linear" and not op.is_integer),
+} - {MATMUL_NBITS}
 """Ops that can stand for a linear, apart from those of integers. An embedding's DequantizeLinear
 would dequantize the whole table for a few rows."""
 
