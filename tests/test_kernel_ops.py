@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import onnx
@@ -115,3 +117,49 @@ def test_inputs_are_arranged_by_what_they_are() -> None:
     assert gather.arranged({**parts, "zeros": "z"}, x="ids") == ["c", "ids", "s", "z"]
     with pytest.raises(AssertionError, match="does not read"):
         gather.arranged(parts, bias="b")
+
+
+NEXT = """
+import numpy as np, onnx, onnx_ir as ir
+from qgraph import kernel_ops
+from qgraph.kernel_ops import KernelOp, Since
+
+op = KernelOp(
+    "com.microsoft::MatMulNext", ("x", "bias", "codes", "scales"), "linear", 4,
+    {"K": None, "N": None, "block_size": 32}, "own", "nf4", (Since((1, 31)),),
+)
+kernel_ops.KERNEL_OPS[op.name] = kernel_ops.CONTRIB_OPS[op.op_type] = op
+
+import qgraph
+from qgraph.decoder_head import head_of
+from qgraph.errors import GraphError
+from qgraph.kernel_choice import kernel_of
+from qgraph.runtime_needs import needs
+
+text = '''<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+g (float[1, M, 64] x) => (float[1, M, 32] y) {
+    [next] y = com.microsoft.MatMulNext <K = 64, N = 32> (x, , codes, scales)
+}'''
+model = onnx.parser.parse_model(text)
+for name, array in {"codes": np.ones((32, 32), np.uint8), "scales": np.ones((32, 2), "f4")}.items():
+    model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+graph = qgraph.capture(ir.serde.deserialize_model(model))
+(site,) = graph.sites()
+print(site.state, site.n, site.k, site.weight_name, site.position, kernel_of(site))
+print(needs(graph.model).line)
+print(head_of(graph.model, "y").linear.name)
+del model.graph.node[0].attribute[:]
+try:
+    qgraph.capture(ir.serde.deserialize_model(model))
+except GraphError as error:
+    print(error)
+"""
+
+
+def test_the_next_op_costs_one_entry() -> None:
+    done = subprocess.run([sys.executable, "-c", NEXT], capture_output=True, text=True, check=True)
+    site, release, head, malformed = done.stdout.splitlines()
+    assert site == "fused 32 64 codes 2 MatMulNext codes=nf4 block=64"
+    assert release.startswith("runs on ONNX Runtime 1.31 and later: MatMulNext (1 node)")
+    assert head == "next"
+    assert "has no attribute" in malformed
