@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.attention_inputs import GROUPED_QUERY, MULTI_HEAD, Told
 from qgraph.decoder_graph import CACHING, head_size
 from qgraph.errors import InputError
 from qgraph.graph import Graph
@@ -26,9 +27,8 @@ from qgraph.row_branches import within
 
 MASK, POSITIONS = "attention_mask", "position_ids"
 _BATCH, _NEW, _PAST, _TOTAL = "batch", "sequence", "past_sequence", "total_sequence"
-_ATTENTION = ("MultiHeadAttention", "Attention", "Softmax")
+_ATTENTION = (MULTI_HEAD.op_type, "Attention", "Softmax")
 _COUNTING = ("Range", "CumSum", "Trilu")
-_KEYS, _BIAS, _SEQLENS = 3, 10, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class AddCache(Pass):
         shared = FusionContext(Rewriter(model), context.capabilities, context.findings)
         steps = []
         for layer, node in enumerate(found):
-            padding = padding_of(_at(node, _BIAS))
+            padding = padding_of(GROUPED_QUERY.read(node, "attention_bias"))
             kept = padding[1] if padding is not None else NOT_ZERO
             _cached(shared, node, layer, Source(tokens, mask, None, kept), positions, batch)
             steps.append(Step(self.name, "cache", str(node.name), "done", None, f"layer {layer}"))
@@ -101,13 +101,13 @@ def _check(model: ir.Model, found: Sequence[ir.Node], unfused: Mapping[str, str]
             what = hidden
         _refuse(f"every attention must have become {CACHING}, and {what}{why}")
     for node in found:
-        if _at(node, _KEYS) is not None:
+        if GROUPED_QUERY.read(node, "past_key") is not None:
             raise InputError(
                 f"the attention {node.name} has a cache already: leave --add-cache out"
             )
     given = _inputs(model)
     for node in found:
-        bias = _at(node, _BIAS)
+        bias = GROUPED_QUERY.read(node, "attention_bias")
         padding = padding_of(bias)
         if bias is not None and (padding is None or padding[0] is not given.mask):
             _refuse(f"the attention {node.name} adds {bias} to its scores")
@@ -115,9 +115,9 @@ def _check(model: ir.Model, found: Sequence[ir.Node], unfused: Mapping[str, str]
             _refuse(f"the attention {node.name} also looks ahead")
         if node.attributes.get_int("do_rotary", 0) == 0 and given.positions is None:
             _refuse(f"the attention {node.name} has no rotary embedding to tell positions to")
-        if _inputs_of([_at(node, 7), _at(node, 8)]):
+        if _inputs_of(_table(node)):
             _refuse(f"the rotary table of {node.name} depends on the number of tokens")
-    biases = [_at(node, _BIAS) for node in found]
+    biases = [GROUPED_QUERY.read(node, "attention_bias") for node in found]
     _check_mask(given.mask, [bias for bias in biases if bias is not None])
     for node in model.graph:
         if node.op_type in _COUNTING and _inputs_of(node.inputs):
@@ -181,8 +181,9 @@ def _refuse(why: str) -> None:
     )
 
 
-def _at(node: ir.Node, index: int) -> ir.Value | None:
-    return node.inputs[index] if index < len(node.inputs) else None
+def _table(node: ir.Node) -> list[ir.Value | None]:
+    """Cosines and sines by which an attention turns heads."""
+    return [GROUPED_QUERY.read(node, "cos_cache"), GROUPED_QUERY.read(node, "sin_cache")]
 
 
 def _inputs_of(values: Iterable[ir.Value | None]) -> set[ir.Value]:
@@ -225,25 +226,30 @@ def _cached(
     dims = [batch, pairs, _PAST, size]
     pasts = [_input(model, f"past_key_values.{name}", query.dtype, dims) for name in names]
     lengths = source.lengths(builder)
-    told: list[ir.Value | None] = [*node.inputs, *[None] * (_SEQLENS + 1 - len(node.inputs))]
-    told[_KEYS : _KEYS + 4] = [*pasts, lengths.last, lengths.total]
+    own = GROUPED_QUERY.inputs
+    told: dict[Told, ir.Value | None] = {what: GROUPED_QUERY.read(node, what) for what in own}
+    told["past_key"], told["past_value"] = pasts
+    told["seqlens_k"], told["total_sequence_length"] = lengths.last, lengths.total
     plain = {key: each.value for key, each in node.attributes.items()}
     if shared.capabilities.oldest >= QUERY_LENGTHS:
-        told[9] = positions if node.attributes.get_int("do_rotary", 0) else None
-        told[_SEQLENS] = lengths.new
+        turns = node.attributes.get_int("do_rotary", 0)
+        told["position_ids"] = positions if turns else None
+        told["query_seqlens"] = lengths.new
     elif plain.pop("do_rotary", 0):  # it would take a first prompt's positions to be 0, 1, …
         turning = int(plain.pop("rotary_interleaved", 0))
-        told[:3] = _turned(builder, node, positions, size, turning)
-        told[7:9] = [None, None]
-    told[_BIAS] = bias_of(builder, source, None, query.dtype)
-    while told[-1] is None:
-        told.pop()
+        parts = _turned(builder, node, positions, size, turning)
+        told["query"], told["key"], told["value"] = parts
+        told["cos_cache"] = told["sin_cache"] = None
+    told["attention_bias"] = bias_of(builder, source, None, query.dtype)
+    given = GROUPED_QUERY.arranged(told)
+    while given[-1] is None:
+        given.pop()
     presents = [
         ir.Value(type=ir.TensorType(query.dtype), shape=ir.Shape([batch, pairs, _TOTAL, size]))
         for _ in names
     ]
     made, *present = builder.ops(
-        CACHING, told, [node.outputs[0], *presents], domain=MICROSOFT, attributes=plain
+        CACHING, given, [node.outputs[0], *presents], domain=MICROSOFT, attributes=plain
     )
     for value, name in zip(present, names, strict=True):
         value.name = f"present.{name}"
@@ -263,7 +269,8 @@ def _turned(
 ) -> list[ir.Value | None]:
     """Queries, keys and values of an attention, the first two turned in front of it."""
     counts = [node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads")]
-    query, key, value, cos = (node.inputs[index] for index in (0, 1, 2, 7))
+    query, key, value = node.inputs[:3]
+    cos, sin = _table(node)
     assert query is not None and cos is not None
     if key is None:
         dims = [each * size for each in (*counts, counts[1])]
@@ -274,7 +281,7 @@ def _turned(
     half = cos.shape[1] if cos.shape is not None else 0
     part = 0 if not isinstance(half, int) or 2 * half == size else 2 * half
     pair = [
-        turned(builder, heads, count, positions, node.inputs[7:9], interleaved=interleaved,
+        turned(builder, heads, count, positions, (cos, sin), interleaved=interleaved,
                part=part)
         for heads, count in zip((query, key), counts, strict=True)
     ]  # fmt: skip

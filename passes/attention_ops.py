@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.attention_inputs import GROUPED_QUERY, MULTI_HEAD
 from qgraph.ort_versions import QUERY_LENGTHS, WITHOUT_CACHE, Version
 from qgraph.passes.attention_heads import HEADS_FIRST
 from qgraph.passes.attention_match import Attention
@@ -15,8 +16,6 @@ from qgraph.passes.fuse_rotary import cos_and_sin
 from qgraph.passes.fusion import MICROSOFT, Attributes, Builder
 from qgraph.passes.matching import made_by
 
-GROUPED = "GroupQueryAttention"
-MULTI_HEAD = "MultiHeadAttention"
 ROTARY = "RotaryEmbedding"
 
 
@@ -61,11 +60,12 @@ def attended(builder: Builder, found: Attention, source: Source) -> list[ir.Valu
     if found.past is not None:
         like += [each.present for each in found.past]
     elif is_grouped(found):  # a kernel that wants a past has a present as well
-        like += told[3:5]
+        first = GROUPED_QUERY.place("past_key")
+        like += told[first : first + 2]
     while like[-1] is None:
         like.pop()
-    op = GROUPED if is_grouped(found) else MULTI_HEAD
-    made, *present = builder.ops(op, told, like, domain=MICROSOFT, attributes=attributes)
+    op = GROUPED_QUERY if is_grouped(found) else MULTI_HEAD
+    made, *present = builder.ops(op.op_type, told, like, domain=MICROSOFT, attributes=attributes)
     present = present if found.past is not None else []
     if found.result.layout == "packed":
         return [made, *present]
@@ -125,8 +125,9 @@ def _grouped(
     lengths = source.lengths(builder)
     bias = bias_of(builder, source, found.mask.bias, found.core.query.dtype)
     new = lengths.new if found.past is not None and oldest >= QUERY_LENGTHS else None
-    told = [*parts, *past, lengths.last, lengths.total, *table, bias]
-    return [*told, None, None, None, None, None, new], attributes
+    given = [*parts, *past, lengths.last, lengths.total, *table, bias]
+    told = dict(zip(GROUPED_QUERY.inputs, given, strict=False))
+    return GROUPED_QUERY.arranged(told, query_seqlens=new), attributes
 
 
 def _empty(builder: Builder, found: Attention, source: Source) -> ir.Value:

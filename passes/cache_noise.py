@@ -9,16 +9,18 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.attention_inputs import GROUPED_QUERY
 from qgraph.decoder_graph import CACHING
+from qgraph.kernel_ops import INTEGER_MATMULS
+from qgraph.op_inputs import bare_name
 from qgraph.rewrite import Rewriter
 from qgraph.scopes import nodes
 
 MOVED = 1 + 1e-6
 """What queries, keys and values are multiplied by."""
-ROUNDING = frozenset(
-    "DynamicQuantizeLinear DynamicQuantizeMatMul MatMulInteger MatMulIntegerToFloat "
-    "QuantizeLinear".split()
-)
+ROUNDING = {
+    "DynamicQuantizeLinear", "MatMulInteger", "QuantizeLinear", *map(bare_name, INTEGER_MATMULS),
+}  # fmt: skip
 """Ops that round activations, or multiply what was rounded."""
 _LEVEL, _INT8 = "accuracy_level", 4
 
@@ -36,7 +38,8 @@ def move(model: ir.Model) -> None:
     rewriter, factors = Rewriter(model), dict[ir.DataType, ir.Value]()
     for node in [each for each in model.graph if each.op_type == CACHING]:
         for at, value in enumerate(node.inputs[:3]):
-            dtype = node.inputs[3].dtype if node.inputs[3] is not None else None
+            past = GROUPED_QUERY.read(node, "past_key")
+            dtype = past.dtype if past is not None else None
             if value is None or dtype is None:
                 continue
             if dtype not in factors:

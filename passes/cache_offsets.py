@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qgraph.attention_inputs import GROUPED_QUERY
 from qgraph.formats.base import Array
 from qgraph.rewrite import Rewriter
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 ALIKE = 0.5
 """The first tokens' values are alike where their variance is below this share of their square."""
-_VALUE, _SINK = 2, 11
 _SMOOTH = "smooth_softmax"
 
 
@@ -42,7 +42,7 @@ def offset_of(attention: Cached, firsts: Sequence[Array]) -> Array | None:
     firsts: `[B, heads, size]` each.
     """
     node = attention.node
-    sink = len(node.inputs) > _SINK and node.inputs[_SINK] is not None
+    sink = GROUPED_QUERY.read(node, "head_sink") is not None
     if sink or node.attributes.get_int(_SMOOTH, 0) == 1 or node.outputs[0].is_graph_output():
         return None  # weights add up to less than 1; or the output has a name to keep
     rows = np.concatenate([each.astype(np.float64) for each in firsts])
@@ -58,12 +58,12 @@ def take_off(rewriter: Rewriter, attention: Cached, offset: Array) -> None:
     node, heads, size, name = attention.node, attention.heads, attention.size, attention.name
     past = attention.pasts[1].dtype
     assert past is not None
-    packed = node.inputs[1] is None
+    packed = GROUPED_QUERY.read(node, "key") is None
     queries = node.attributes.get_int("num_heads", heads)
     before = np.zeros((queries + heads if packed else 0) * size, np.float32)
     off = np.concatenate([before, -offset.ravel()]).astype(past.numpy())
     back = np.repeat(offset, queries // heads, axis=0).ravel().astype(past.numpy())
-    at = 0 if packed else _VALUE
+    at = GROUPED_QUERY.place("query" if packed else "value")
     values, y = node.inputs[at], node.outputs[0]
     assert values is not None and node.graph is not None
     readers = list(y.uses())

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.attention_inputs import GROUPED_QUERY
 from qgraph.calibration import Calibration
 from qgraph.decoder_graph import head_size
 from qgraph.errors import InputError
@@ -26,9 +27,6 @@ from qgraph.passes.cache_offsets import first_values, offset_of
 from qgraph.passes.fuse_rotary import rotary_of
 from qgraph.passes.matching import made_by
 
-PAST_KEY, PAST_VALUE, BIAS = 3, 4, 10
-PRESENT_KEY, PRESENT_VALUE = 1, 2
-_COSINES = 7
 _VIEWS = ("Reshape", "Transpose", "Identity", "Cast")
 
 
@@ -52,14 +50,15 @@ class Cached:
     @property
     def pasts(self) -> tuple[ir.Value, ir.Value]:
         """The inputs of the graph that hold keys and values."""
-        key, value = self.node.inputs[PAST_KEY], self.node.inputs[PAST_VALUE]
+        key, value = GROUPED_QUERY.pasts(self.node)
         assert key is not None and value is not None
         return key, value
 
     @property
     def presents(self) -> tuple[ir.Value, ir.Value]:
         """The outputs of the graph that go on from them."""
-        return self.node.outputs[PRESENT_KEY], self.node.outputs[PRESENT_VALUE]
+        key, value = GROUPED_QUERY.presents(self.node)
+        return key, value
 
 
 def cached(node: ir.Node) -> Cached:
@@ -69,7 +68,7 @@ def cached(node: ir.Node) -> Cached:
         InputError: the size of its heads is not known.
     """
     size, heads = head_size(node), node.attributes.get_int("kv_num_heads", 0)
-    past = node.inputs[PAST_KEY]
+    past = GROUPED_QUERY.read(node, "past_key")
     axis = past.shape[-1] if past is not None and past.shape is not None else None
     size = axis if size is None and isinstance(axis, int) else size
     if size is None or not heads:
@@ -83,7 +82,7 @@ def _pairs(node: ir.Node, size: int) -> Array:
     if turning is None:
         return _spelled(node.inputs[1])
     half = size // 2
-    table = node.inputs[_COSINES] if turning is node and len(node.inputs) > _COSINES else None
+    table = GROUPED_QUERY.read(node, "cos_cache") if turning is node else None
     if table is not None and table.shape is not None and isinstance(table.shape[-1], int):
         half = table.shape[-1]
     elif turning is not node:

@@ -11,6 +11,7 @@ import dataclasses
 
 import onnx_ir as ir
 
+from qgraph.attention_inputs import GROUPED_QUERY, MULTI_HEAD
 from qgraph.passes.channel_moves import (
     Channels,
     Hop,
@@ -22,6 +23,9 @@ from qgraph.passes.channel_moves import (
     sizes,
 )
 from qgraph.passes.scaled_constants import constant_of
+
+_PAST_VALUE = 5
+"""The input of ONNX's Attention that holds the past V."""
 
 
 def through_matmul(node: ir.Node, channels: Channels) -> list[Hop]:
@@ -39,7 +43,7 @@ def through_matmul(node: ir.Node, channels: Channels) -> list[Hop]:
 
 def through_attention(node: ir.Node, channels: Channels) -> list[Hop]:
     """ONNX's Attention: V `[B, S, heads · size]` if heads are told, else `[B, heads, S, size]`."""
-    _refuse_cache(node, past=5)
+    _refuse_cache(node, node.inputs[_PAST_VALUE] if len(node.inputs) > _PAST_VALUE else None)
     queries = node.attributes.get_int("q_num_heads", 0)
     shared = node.attributes.get_int("kv_num_heads", 0)
     if queries and shared:
@@ -59,32 +63,33 @@ def through_attention(node: ir.Node, channels: Channels) -> list[Hop]:
 
 def through_multi_head(node: ir.Node, channels: Channels) -> list[Hop]:
     """MultiHeadAttention: V `[B, S, heads · size]`, its bias behind those of Q and K."""
-    _refuse_cache(node, past=7)
-    known = sizes(_input(node, 2))
+    _refuse_cache(node, MULTI_HEAD.read(node, "past_value"))
+    known = sizes(MULTI_HEAD.read(node, "value"))
     if known is None or len(known) != 3:
         raise Unscalable(f"{called(node)} has no V of rank 3")
     heads = node.attributes.get_int("num_heads", 1)
-    hop = Hop(2, _flat(node, channels, heads, heads))
-    if _input(node, 3) is None:
+    hop = Hop(MULTI_HEAD.place("value"), _flat(node, channels, heads, heads))
+    given = MULTI_HEAD.read(node, "bias")
+    if given is None:
         return [hop]
-    bias = constant_of(node.inputs[3])
+    bias = constant_of(given)
     if bias is None:
         raise Unscalable(f"{called(node)} has a computed bias")
     (total,) = bias.dims
     behind = Channels((total,), hop.channels.at + total - hop.channels.dims[-1])
-    return [dataclasses.replace(hop, slots=(Slot(node, 3, behind),))]
+    return [dataclasses.replace(hop, slots=(Slot(node, MULTI_HEAD.place("bias"), behind),))]
 
 
 def through_grouped_query(node: ir.Node, channels: Channels) -> list[Hop]:
     """GroupQueryAttention: V `[B, S, heads · size]`, or in one value behind Q and K."""
-    _refuse_cache(node, past=4)
-    if _input(node, 13) is not None:
+    _refuse_cache(node, GROUPED_QUERY.read(node, "past_value"))
+    if GROUPED_QUERY.read(node, "v_scale") is not None:
         raise Unscalable(f"{called(node)} quantizes V")
     queries = node.attributes.get_int("num_heads", 1)
     shared = node.attributes.get_int("kv_num_heads", 1)
     own = _flat(node, channels, queries, shared)
-    if _input(node, 2) is not None:
-        return [Hop(2, own)]
+    if GROUPED_QUERY.read(node, "value") is not None:
+        return [Hop(GROUPED_QUERY.place("value"), own)]
     before = own.dims[-1] // shared * (queries + shared)
     return [Hop(0, Channels((before + own.dims[-1],), own.at + before))]
 
@@ -103,12 +108,8 @@ def _flat(node: ir.Node, channels: Channels, queries: int, shared: int) -> Chann
     )
 
 
-def _input(node: ir.Node, index: int) -> ir.Value | None:
-    return node.inputs[index] if len(node.inputs) > index else None
-
-
-def _refuse_cache(node: ir.Node, past: int) -> None:
+def _refuse_cache(node: ir.Node, past: ir.Value | None) -> None:
     """A past V is not divided, and a present one must not be."""
     present = node.outputs[2] if len(node.outputs) > 2 else None
-    if _input(node, past) is not None or (present is not None and is_read(present)):
+    if past is not None or (present is not None and is_read(present)):
         raise Unscalable(f"{called(node)} keeps V in a cache")

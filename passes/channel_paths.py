@@ -14,6 +14,8 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.attention_inputs import GROUPED_QUERY, MULTI_HEAD
+from qgraph.kernel_ops import NBITS
 from qgraph.passes import channel_attention, channel_moves, channel_picks
 from qgraph.passes.channel_moves import Channels, Hop, Index, Slot, Unscalable, called, is_read
 from qgraph.passes.channel_reshape import through_reshape
@@ -28,8 +30,8 @@ _RULES: dict[tuple[str, str], channel_moves.Rule] = {
     ),
     ("", "MatMul"): channel_attention.through_matmul,
     ("", "Attention"): channel_attention.through_attention,
-    (CONTRIB, "MultiHeadAttention"): channel_attention.through_multi_head,
-    (CONTRIB, "GroupQueryAttention"): channel_attention.through_grouped_query,
+    (CONTRIB, MULTI_HEAD.op_type): channel_attention.through_multi_head,
+    (CONTRIB, GROUPED_QUERY.op_type): channel_attention.through_grouped_query,
 }
 
 _NORMS: dict[tuple[str, str], tuple[int, int | None]] = {
@@ -209,15 +211,15 @@ def _linear_end(site: Site, place: _Place, linears: Mapping[int, Site]) -> Path:
     node, channels = site.node, place.channels
     if channels.dims[-1] != site.n or any(size != 1 for size in channels.dims[:-1]):
         raise Unscalable(f"the channels are not the output rows of {called(node)}")
-    fused = (site.state, site.op) == ("fused", "MatMulNBits")
-    scales = constant_of(node.inputs[2]) if fused else None
+    fused = (site.state, site.op) == ("fused", NBITS.op_type)
+    scales = constant_of(NBITS.read(node, "scales")) if fused else None
     is_float = site.state == "float" and site.refusal is None and site.weight is not None
     if not is_float and scales is None:
         raise Unscalable(f"{called(node)} has no constant weight that can be divided")
     if is_float and _shares_weight(site, linears):
         raise Unscalable(f"the weight of {called(node)} serves other linears too")
     slots = place.slots
-    at = {"Gemm": 2, "MatMulNBits": 5}.get(site.op, len(node.inputs))
+    at = {"Gemm": 2, NBITS.op_type: NBITS.inputs.index("bias")}.get(site.op, len(node.inputs))
     if at < len(node.inputs) and node.inputs[at] is not None:
         if constant_of(node.inputs[at]) is None:
             raise Unscalable(f"the bias of {called(node)} is no constant")

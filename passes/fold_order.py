@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.formats.base import Array
+from qgraph.op_inputs import CONTRIB
 from qgraph.sites import Site
 
 ELEMENTWISE = frozenset(
@@ -84,7 +85,7 @@ class _Walk:
                 why = self._take(site)
                 if why:
                     return why
-            elif node.domain in ("", "com.microsoft") and node.op_type in ELEMENTWISE:
+            elif node.domain in ("", CONTRIB) and node.op_type in ELEMENTWISE:
                 for read in node.inputs:
                     if read is not None and read.const_value is None:
                         pending.append(read)

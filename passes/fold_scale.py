@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from qgraph.errors import GraphError
 from qgraph.graph import Graph
+from qgraph.kernel_ops import NBITS
 from qgraph.passes.channel_moves import Index, Slot, Unscalable, called
 from qgraph.passes.channel_paths import is_shape_reader, trace
 from qgraph.passes.dequantize import read_from
@@ -202,7 +203,7 @@ def apply_fold(
     changes = [_divide(slot, scale) for slot in fold.slots]
     if fold.kind == "linear" and not rows_scaled:
         site = _producer_of(fold, graph)
-        if site.op == "MatMulNBits":
+        if site.op == NBITS.op_type:
             changes.append(_scaled_blocks(site, factors))
         else:
             _write_rows(site, _scaled_rows(site, factors), rewriter)
@@ -256,7 +257,7 @@ def _scaled_blocks(site: Site, factors: Wide) -> Change:
     def change(scales: Wide) -> Wide:
         return (scales.reshape(site.n, -1) * factors[:, None]).reshape(scales.shape)
 
-    return plan_change(site.node, 2, change, factor=True)
+    return plan_change(site.node, NBITS.parts["scales"], change, factor=True)
 
 
 def _insert_mul(fold: Fold, factors: Wide, rewriter: Rewriter) -> None:

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.attention_inputs import GROUPED_QUERY, MULTI_HEAD
 from qgraph.formats.base import Array
 from qgraph.ort_versions import NEWEST, QUERY_LENGTHS, Version
 from qgraph.passes.attention_core import OtherwiseError, core_of, native_core
 from qgraph.passes.attention_mask import NoMaskError
 from qgraph.passes.attention_match import Attention, understood
 from qgraph.passes.attention_ops import (
-    GROUPED,
-    MULTI_HEAD,
     attended,
     is_grouped,
     packed_source,
@@ -23,7 +22,7 @@ from qgraph.passes.attention_ops import (
 from qgraph.passes.attention_padding import Kept
 from qgraph.passes.attention_past import Source
 from qgraph.passes.attention_probe import Sizes
-from qgraph.passes.fusion import MICROSOFT, Builder, Candidate, Feed, FusionContext, Miss
+from qgraph.passes.fusion import Builder, Candidate, Feed, FusionContext, Miss
 
 _SPELLING = "softmax(q kᵀ · scale + mask) v over heads [B, H, S, D]"
 _TABLE = "x · cos + (-x₂, x₁) · sin with the cos and sin of each token's position"
@@ -58,7 +57,8 @@ def _require_own_text(found: Attention) -> None:
     """
     frame = found.frame
     if is_grouped(found) and frame.past is None and found.length != frame.new:
-        edge = f"{found.length} tokens are looked at by {frame.new}, which {GROUPED} cannot"
+        op = GROUPED_QUERY.op_type
+        edge = f"{found.length} tokens are looked at by {frame.new}, which {op} cannot"
         raise OtherwiseError(found.core.node, f"{edge} ({found.summary})")
 
 
@@ -82,7 +82,7 @@ def _candidate(found: Attention, context: FusionContext) -> Candidate:
         found.core.node,
         tuple(dict.fromkeys([*inputs, *(each for each in extra if each is not None)])),
         tuple(outputs),
-        f"{MICROSOFT}::{GROUPED if is_grouped(found) else MULTI_HEAD}",
+        (GROUPED_QUERY if is_grouped(found) else MULTI_HEAD).name,
         build,
         feeds=_feeds(found),
         shapes=_shapes(found),
@@ -98,7 +98,7 @@ def _missed(found: Attention, oldest: Version) -> Miss | None:
     if not turns_in_front(found, oldest) or turns_in_front(found, NEWEST):
         return None
     edge = "heads are turned by ops in front, which keeps their linears apart"
-    what = f"rotary embedding in {GROUPED} behind a cache"
+    what = f"rotary embedding in {GROUPED_QUERY.op_type} behind a cache"
     return Miss("rotary", found.core.node, what, edge, QUERY_LENGTHS)
 
 

@@ -6,28 +6,22 @@ from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
-from qgraph.passes.fusion import MICROSOFT, Builder, Candidate, FusionContext, Miss
+from qgraph.kernel_ops import MATMUL_NBITS, NBITS
+from qgraph.passes.fusion import Builder, Candidate, FusionContext, Miss
 from qgraph.passes.matching import is_constant, only_reader, other_operand
-
-LINEAR = "MatMulNBits"
-_BIAS = 5
-"""The input of MatMulNBits that holds it."""
 
 
 def linear_bias(_model: ir.Model, context: FusionContext) -> Iterator[Candidate | Miss]:
     """The sum x W + b, b a constant `[N]`: exporters add it behind the product."""
-    for node in context.nodes(LINEAR):
+    for node in context.nodes(NBITS.op_type):
         add = only_reader(node.outputs[0]) if node.graph is not None else None
-        if add is None or add.op_type != "Add" or add.domain or bias_of(node) is not None:
+        if add is None or add.op_type != "Add" or add.domain:
+            continue
+        if NBITS.read(node, "bias") is not None:
             continue
         bias = other_operand(add, node.outputs[0])
         if bias is not None and bias.is_initializer() and is_constant(bias) and _fits(bias, node):
             yield _candidate(node, add, bias)
-
-
-def bias_of(node: ir.Node) -> ir.Value | None:
-    """What MatMulNBits adds."""
-    return node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
 
 
 def _fits(bias: ir.Value, node: ir.Node) -> bool:
@@ -41,12 +35,12 @@ def _candidate(node: ir.Node, add: ir.Node, bias: ir.Value) -> Candidate:
     assert activation is not None
 
     def build(builder: Builder, _given: Sequence[ir.Value]) -> Sequence[ir.Value]:
-        given = [*node.inputs, None, None][:_BIAS]
-        return builder.again(node, [*given, bias])
+        given = (bias if what == "bias" else NBITS.read(node, what) for what in NBITS.inputs)
+        return builder.again(node, [*given])
 
     attributes = sorted((name, str(attr.value)) for name, attr in node.attributes.items())
-    zeros = len(node.inputs) > 3 and node.inputs[3] is not None
+    zeros = NBITS.read(node, "zeros") is not None
     return Candidate(
-        "linear_bias", node, (activation,), (end,), f"{MICROSOFT}::{LINEAR}", build,
+        "linear_bias", node, (activation,), (end,), MATMUL_NBITS, build,
         proof=(*attributes, zeros, end.dtype), reason=f"with {bias.name}",
     )  # fmt: skip

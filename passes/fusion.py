@@ -16,13 +16,13 @@ import onnx_ir as ir
 
 from qgraph.capabilities import Capabilities
 from qgraph.formats.base import Array
+from qgraph.op_inputs import CONTRIB
 from qgraph.ort_versions import Version
 from qgraph.passes.base import Findings
 from qgraph.rewrite import Rewriter
 from qgraph.scopes import nodes
 
-MICROSOFT = "com.microsoft"
-"""The domain of ONNX Runtime's own ops."""
+MICROSOFT = CONTRIB
 Attributes: TypeAlias = dict[str, int | float | str | list[int]]
 Feed: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], Array]
 """An input of the check: made from a generator, for a shape."""

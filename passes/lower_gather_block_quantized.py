@@ -8,15 +8,18 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.capabilities import GATHER_BLOCK_QUANTIZED, Query
+from qgraph.capabilities import Query
 from qgraph.graph import Graph
 from qgraph.kernel_choice import layout_of, spell_kernel
+from qgraph.kernel_ops import GATHER_BLOCK_QUANTIZED, KERNEL_OPS
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.passes.site_lowering import CannotFuse, check_view, chosen, place
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.scopes import nodes
 from qgraph.sites import CONTRIB, QGRAPH_DOMAIN, Site
+
+_OP = KERNEL_OPS[GATHER_BLOCK_QUANTIZED]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +52,14 @@ class LowerGatherBlockQuantized(Pass):
                 check_view(site)
             except CannotFuse as refused:
                 code, detail = refused.args
-                rule = "GatherBlockQuantized"
-                steps.append(Step(self.name, rule, site.name, "refused", code, detail))
+                steps.append(Step(self.name, _OP.op_type, site.name, "refused", code, detail))
                 continue
             fused = _fused(site, query, parts, rewriter)
             if site.scope is not graph.model.graph:  # in a Loop it would be copied at each turn
                 table = fused.pop(0)
                 graph.model.graph.insert_before(next(iter(graph.model.graph)), [table])
-            place(site, fused, "GatherBlockQuantized", rewriter)
-            rule = f"{site.op} → GatherBlockQuantized"
+            place(site, fused, _OP.op_type, rewriter)
+            rule = f"{site.op} → {_OP.op_type}"
             steps.append(Step(self.name, rule, site.name, "done", None, spell_kernel(query)))
         return steps
 
@@ -76,16 +78,11 @@ def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> 
     rows = rewriter.constant(f"{site.name}/rows", np.array([site.n, -1], np.int64))
     table = rewriter.node("Reshape", [packed["codes"], rows], name=f"{site.name}/table")
     gather = rewriter.node(
-        "GatherBlockQuantized",
-        [table.outputs[0], site.activation, packed["scales"], packed.get("zeros")],
+        _OP.op_type,
+        _OP.arranged({**packed, "codes": table.outputs[0]}, x=site.activation),
         name=f"{site.name}/fused",
         domain=CONTRIB,
-        attributes={
-            "bits": query.bits,
-            "block_size": query.block,
-            "gather_axis": 0,
-            "quantize_axis": 1,
-        },
+        attributes={**_OP.defaults, "bits": query.bits, "block_size": query.block},
         dtype=site.dtype,
     )
     nodes = [table, gather]

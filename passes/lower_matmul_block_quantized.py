@@ -7,17 +7,15 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
-from qgraph.capabilities import MATMUL_FP4, MATMUL_FP8, Query
+from qgraph.capabilities import Query
 from qgraph.graph import Graph
 from qgraph.kernel_choice import layout_of
+from qgraph.kernel_ops import KERNEL_OPS, MATMUL_FP4, MATMUL_FP8
 from qgraph.passes.base import Context, PackedParts, Pass, source_of
 from qgraph.passes.site_lowering import around, lower_linears
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.sites import CONTRIB, Site
-
-SCALED_TOGETHER = {MATMUL_FP8: 128, MATMUL_FP4: 16}
-"""The attribute `block_size`: weights along K that have one scale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,22 +42,22 @@ class LowerMatMulBlockQuantized(Pass):
         def fuse(site: Site, query: Query) -> list[ir.Node]:
             return _fused(site, query, parts, rewriter)
 
-        return lower_linears(self.name, graph, context, SCALED_TOGETHER, fuse, rewriter)
+        return lower_linears(self.name, graph, context, (MATMUL_FP8, MATMUL_FP4), fuse, rewriter)
 
 
 def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> list[ir.Node]:
     """The op, with its bias where that is a vector."""
     assert site.dequantizer is not None
-    source = source_of(site.dequantizer)
+    source, op = source_of(site.dequantizer), KERNEL_OPS[query.op]
 
     def fuse(activation: ir.Value, bias: ir.Value | None) -> list[ir.Node]:
         packed = parts.get(source, layout_of(source.format, query))
         node = rewriter.node(
-            query.op.partition("::")[2],
-            [activation, *packed.values(), None, bias],
+            op.op_type,
+            op.arranged(packed, x=activation, bias=bias),
             name=f"{site.name}/fused",
             domain=CONTRIB,
-            attributes={"block_size": SCALED_TOGETHER[query.op]},
+            attributes={**op.defaults},
             dtype=site.dtype,
         )
         return [node]

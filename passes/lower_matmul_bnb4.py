@@ -7,14 +7,17 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
-from qgraph.capabilities import MATMUL_BNB4, Query
+from qgraph.capabilities import Query
 from qgraph.graph import Graph
 from qgraph.kernel_choice import BNB4_TYPES, layout_of
+from qgraph.kernel_ops import KERNEL_OPS, MATMUL_BNB4
 from qgraph.passes.base import Context, PackedParts, Pass, source_of
 from qgraph.passes.site_lowering import around, lower_linears
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.sites import CONTRIB, Site
+
+_OP = KERNEL_OPS[MATMUL_BNB4]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +52,8 @@ def _fused(site: Site, query: Query, parts: PackedParts, rewriter: Rewriter) -> 
     def fuse(activation: ir.Value, bias: ir.Value | None) -> list[ir.Node]:
         packed = parts.get(source, layout_of(source.format, query))
         node = rewriter.node(
-            "MatMulBnb4",
-            [activation, packed["codes"], packed["scales"]],
+            _OP.op_type,
+            _OP.arranged(packed, x=activation),
             name=f"{site.name}/fused",
             domain=CONTRIB,
             attributes={

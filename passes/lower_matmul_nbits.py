@@ -7,11 +7,12 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
-from qgraph.capabilities import MATMUL_NBITS, Query
+from qgraph.capabilities import Query
 from qgraph.errors import InputError
 from qgraph.formats.base import Part
 from qgraph.graph import Graph
 from qgraph.kernel_choice import layout_of, spell_kernel
+from qgraph.kernel_ops import MATMUL_NBITS, NBITS
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.passes.block_sums import BlockSumsWriter
 from qgraph.passes.site_lowering import (
@@ -71,10 +72,10 @@ class LowerMatMulNBits(Pass):
                 nodes = _fused(site, query, parts, sums)
             except CannotFuse as refused:
                 code, detail = refused.args
-                steps.append(Step(self.name, "MatMulNBits", site.name, "refused", code, detail))
+                steps.append(Step(self.name, NBITS.op_type, site.name, "refused", code, detail))
                 continue
-            place(site, nodes, "MatMulNBits", rewriter)
-            rule = f"{site.op} → MatMulNBits"
+            place(site, nodes, NBITS.op_type, rewriter)
+            rule = f"{site.op} → {NBITS.op_type}"
             steps.append(Step(self.name, rule, site.name, "done", None, spell_kernel(query)))
         return steps
 
@@ -131,8 +132,8 @@ def _product(
 ) -> ir.Node:
     """The op itself, in the type of its activation."""
     return rewriter.node(
-        "MatMulNBits",
-        [activation, packed["codes"], packed["scales"], packed.get("zeros"), None, bias],
+        NBITS.op_type,
+        NBITS.arranged(packed, x=activation, bias=bias),
         name=f"{site.name}/fused",
         domain=CONTRIB,
         attributes={

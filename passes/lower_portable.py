@@ -8,11 +8,11 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.capabilities import OWN_DEQUANTIZE, OWN_LINEAR
 from qgraph.expert_sites import rows_of_one
 from qgraph.formats.base import Format
 from qgraph.graph import Graph
 from qgraph.kernel_choice import is_portable
+from qgraph.kernel_ops import OWN_DEQUANTIZE, OWN_LINEAR
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.passes.site_lowering import (
     CannotFuse,

@@ -8,10 +8,11 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.capabilities import DEQUANTIZE_LINEAR, INTEGERS
+from qgraph.capabilities import INTEGERS
 from qgraph.formats.base import Layout, Part
 from qgraph.graph import Graph
 from qgraph.kernel_choice import FOLDING_ENTRY
+from qgraph.kernel_ops import DEQUANTIZE_LINEAR
 from qgraph.ort_versions import WITHOUT_ZEROS
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.passes.opset import CannotRaise, raise_opset

@@ -10,13 +10,15 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.activation_kinds import INT8_AUTO, INT8_ROW, INT8_STATIC
-from qgraph.capabilities import DEQUANTIZE_LINEAR, FLOAT_ACTIVATIONS, MATMUL_INTEGER_TO_FLOAT, Query
+from qgraph.capabilities import FLOAT_ACTIVATIONS, Query
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
 from qgraph.graph import Graph
 from qgraph.integer_sites import ZERO_POINT
 from qgraph.kernel_choice import layout_of, spell_kernel
+from qgraph.kernel_ops import DEQUANTIZE_LINEAR, KERNEL_OPS
 from qgraph.observers import KINDS
+from qgraph.op_inputs import bare_name
 from qgraph.passes.base import Context, PackedParts, Pass, is_lazy, source_of
 from qgraph.passes.input_scales import DEFAULT_LOSS, OUTPUT
 from qgraph.passes.quantized_inputs import InputRange, QuantizedInput, QuantizedInputs
@@ -99,7 +101,7 @@ class LowerW8A8(Pass):
             if query.activations == FLOAT_ACTIVATIONS:
                 continue  # another lowering's
             query, why = _resolved(query, site, context)
-            op = query.op.rpartition("::")[2]
+            op = bare_name(query.op)
             try:
                 if not answer:
                     raise CannotFuse(answer.reason, answer.detail)
@@ -156,7 +158,7 @@ class _Writer:
 
         whole = query.activations != INT8_ROW and not spelled and site.dtype == _FLOAT
         nodes = around(site, self.rewriter, fuse, takes_bias=whole)
-        product = "MatMul" if spelled else query.op.rpartition("::")[2]
+        product = "MatMul" if spelled else bare_name(query.op)
         place(site, nodes, product, self.rewriter)
         return known
 
@@ -191,11 +193,12 @@ class _Writer:
         middle = self.inputs.byte(ZERO_POINT) if query.numbers == "uint" else None
         if query.op == DEQUANTIZE_LINEAR:
             return [*inputs.loose, *self._spelled(site, inputs, codes, scales, middle)]
-        if query.op == MATMUL_INTEGER_TO_FLOAT:
-            given = [inputs.codes, codes, inputs.scale, scales, inputs.zero, middle, bias]
-        else:
-            given = [inputs.codes, codes, scales, middle, bias]
-        nodes = [*inputs.loose, self._node(site, query.op.rpartition("::")[2], given, "fused")]
+        op = KERNEL_OPS[query.op]
+        activations: dict[str, ir.Value | None] = {"x": inputs.codes}
+        if "x_scale" in op.inputs:  # else the kernel rounds, and knows them
+            activations |= {"x_scale": inputs.scale, "x_zero": inputs.zero}
+        given = op.arranged(packed, weight_zero=middle, bias=bias, **activations)
+        nodes = [*inputs.loose, self._node(site, op.op_type, given, "fused")]
         if inputs.row_scale is not None:
             nodes.append(self._node(site, "Mul", [nodes[-1].outputs[0], inputs.row_scale], "rows"))
         if inputs.outliers is not None:

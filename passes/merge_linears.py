@@ -11,19 +11,19 @@ from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
+from qgraph.attention_inputs import GROUPED_QUERY
 from qgraph.passes.fusion import MICROSOFT, Builder, Candidate, FusionContext, Miss
 from qgraph.passes.merge_by_rows import merge_by_rows
 from qgraph.passes.merged_linear import merge, obstacle, proof, reading
 from qgraph.passes.one_kernel import note_differing
 from qgraph.passes.packed_linear import Linear, linear_of
 
-_READER = "GroupQueryAttention"
 _SPELLING = "three linears of one activation, format and kernel, read by one attention"
 
 
 def merge_linears(_model: ir.Model, context: FusionContext) -> Iterator[Candidate | Miss]:
     """Q, K and V of an attention that takes them as one."""
-    for node in context.nodes(_READER):
+    for node in context.nodes(GROUPED_QUERY.op_type):
         if node.graph is None:
             continue
         yield from merge_by_rows(node, context)

@@ -8,11 +8,12 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.constants import release
-from qgraph.formats.base import PARTS, Part
+from qgraph.formats.base import Part
+from qgraph.kernel_ops import NBITS
 from qgraph.passes.fusion import MICROSOFT, Attributes, Builder
 from qgraph.passes.matching import only_reader
 from qgraph.passes.merged_source import MergedSource, can_merge
-from qgraph.passes.packed_linear import NUMBERS, OPS, Behind, Linear, input_of
+from qgraph.passes.packed_linear import NUMBERS, OPS, Behind, Linear
 from qgraph.quant_tensor import QuantTensor
 from qgraph.row_branches import MANY
 
@@ -31,7 +32,7 @@ def obstacle(linears: Sequence[Linear], apart: Collection[str], *, leaves: bool 
             return f"{read} is read elsewhere too"
         if each.kind != first.kind:
             return f"{each.name} and {first.name} differ in bits, block, level or zero points"
-        if each.product.op_type == "MatMulNBits" and len(each.shared) > 1:
+        if OPS[each.product.op_type] is NBITS and len(each.shared) > 1:
             return f"{each.name} reads its groups by an index"
         if each.shared != first.shared or any(_is_vector(v) for v in each.shared):
             return f"{each.name} and {first.name} read different scales or zero points"
@@ -44,8 +45,8 @@ def _of_weights(linears: Sequence[Linear]) -> str:
     products = [each.product for each in linears]
     if len({node.inputs[1] for node in products}) < len(linears):
         return "two of them share one weight"
-    places = [place for place, _ in OPS[products[0].op_type].parts.values()]
-    parts = [value for node in products for place in places if (value := input_of(node, place))]
+    op = OPS[products[0].op_type]
+    parts = [value for node in products for part in op.parts if (value := op.read(node, part))]
     if any(len(value.uses()) > 1 for value in parts):
         return "one of their weights is shared with another site"
     tensors = [_tensors(node) for node in products]
@@ -82,9 +83,9 @@ def _is_vector(value: ir.Value | None) -> bool:
 def _tensors(node: ir.Node) -> dict[Part, QuantTensor]:
     """The parts of a weight that this run packs; empty where it is not such a one."""
     found: dict[Part, QuantTensor] = {}
-    places = OPS[node.op_type].parts
-    for part in PARTS:
-        value = input_of(node, places[part][0]) if part in places else None
+    op = OPS[node.op_type]
+    for part in op.parts:
+        value = op.read(node, part)
         if value is None:
             continue
         if not isinstance(value.const_value, QuantTensor):
@@ -96,8 +97,9 @@ def _tensors(node: ir.Node) -> dict[Part, QuantTensor]:
 def _stored(node: ir.Node) -> tuple[object, ...]:
     """Type and row of each part of a weight that came packed; empty where one is no constant."""
     found: list[object] = []
-    for place, axis in OPS[node.op_type].parts.values():
-        value = input_of(node, place)
+    op = OPS[node.op_type]
+    for part in op.parts:
+        value, axis = op.read(node, part), op.row_axis(part)
         tensor = value.const_value if value is not None and value.is_initializer() else None
         if value is not None and (tensor is None or value.is_graph_input()):
             return ()
@@ -125,7 +127,7 @@ def merge(builder: Builder, linears: Sequence[Linear]) -> ir.Value:
     given = _parts(builder, linears, name)
     value = builder.op(
         product.op_type,
-        [given.get(place, input_of(product, place)) for place in range(len(product.inputs))],
+        [given.get(place, value) for place, value in enumerate(product.inputs)],
         domain=MICROSOFT,
         attributes=_attributes(linears),
         dtype=product.outputs[0].dtype,
@@ -184,15 +186,17 @@ def _parts(builder: Builder, linears: Sequence[Linear], name: str) -> dict[int, 
     packed = all(tensors)
     source = MergedSource([each["codes"].source for each in tensors], name) if packed else None
     found: dict[int, ir.Value | None] = {}
-    for part, (place, axis) in op.parts.items():
+    for part, place in op.parts.items():
         label = f"{name}.{part}"
         tensor: ir.TensorProtocol | None = None
         if source is not None and part in tensors[0]:
             tensor = QuantTensor(source, part, tensors[0][part].layout, "")
         elif source is None:
-            tensor = _stacked([input_of(each.product, place) for each in linears], axis, label)
+            values = [op.read(each.product, part) for each in linears]
+            tensor = _stacked(values, op.row_axis(part), label)
         found[place] = builder.initializer(label, tensor) if tensor is not None else None
-    found[op.bias] = _added(builder, [each.bias for each in linears], name)
+    if op.bias is not None:
+        found[op.bias] = _added(builder, [each.bias for each in linears], name)
     return found
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Literal
 
 import onnx_ir as ir
 
 from qgraph.activation_kinds import INT8_ROW
-from qgraph.formats.base import Part
 from qgraph.integer_sites import IntegerProduct, integer_product
+from qgraph.kernel_ops import (
+    DYNAMIC_QUANTIZE_MATMUL,
+    KERNEL_OPS,
+    MATMUL_INTEGER_TO_FLOAT,
+    MATMUL_NBITS,
+)
 from qgraph.passes.fusion import MICROSOFT
 from qgraph.passes.matching import only_reader
 
@@ -19,23 +23,9 @@ NUMBERS = ("K", "bits", "block_size", "accuracy_level")
 _MOST_BEHIND = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """Where an op has what belongs to the rows of its weight.
-
-    parts: of the weight, each with its input and the axis along which its rows lie. What else it
-    reads belongs to the activation, or to the kernel.
-    """
-
-    parts: Mapping[Part, tuple[int, int]]
-    bias: int
-
-
-OPS = {
-    "MatMulNBits": Op({"codes": (1, 0), "scales": (2, 0), "zeros": (3, 0)}, 5),
-    "MatMulIntegerToFloat": Op({"codes": (1, 1), "scales": (3, 0)}, 6),
-    "DynamicQuantizeMatMul": Op({"codes": (1, 1), "scales": (2, 0)}, 4),
-}
+_MERGED = (MATMUL_NBITS, MATMUL_INTEGER_TO_FLOAT, DYNAMIC_QUANTIZE_MATMUL)
+OPS = {KERNEL_OPS[name].op_type: KERNEL_OPS[name] for name in _MERGED}
+"""Ops whose weights are put together row by row."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,22 +71,22 @@ class Linear:
     @property
     def rows(self) -> int:
         """The weight's rows, channels of the output."""
-        place, axis = OPS[self.product.op_type].parts["codes"]
-        codes = self.product.inputs[place]
+        op = OPS[self.product.op_type]
+        codes, axis = op.read(self.product, "codes"), op.row_axis("codes")
         size = codes.shape[axis] if codes is not None and codes.shape is not None else 0
         return size if isinstance(size, int) else 0
 
     @property
     def bias(self) -> ir.Value | None:
         """What the product itself adds."""
-        return input_of(self.product, OPS[self.product.op_type].bias)
+        return OPS[self.product.op_type].read(self.product, "bias")
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What two linears must have in common to be one, besides what they read."""
         op = OPS[self.product.op_type]
         numbers = (self.product.attributes.get_int(name, 0) for name in NUMBERS)
-        present = (input_of(self.product, place) is not None for place, _ in op.parts.values())
+        present = (op.read(self.product, part) is not None for part in op.parts)
         behind = (
             (each.kind, each.node.outputs[0].dtype, each.kind == "floats" and columns_of(each))
             for each in self.behind
@@ -107,7 +97,7 @@ class Linear:
     def shared(self) -> tuple[ir.Value | None, ...]:
         """What does not belong to rows of the weight: the activation, rounded, and its scales."""
         op = OPS[self.product.op_type]
-        own = {op.bias, *(place for place, _ in op.parts.values())}
+        own = {op.bias, *op.parts.values()}
         given = {at: v for at, v in enumerate(self.product.inputs) if v is not None}
         read = [value for at, value in given.items() if at not in own]
         behind = (e.other if e.kind == "rows" else e.gathered for e in self.behind)
@@ -133,7 +123,7 @@ def linear_of(value: ir.Value | None) -> Linear | None:
     if node is None:
         return None
     integer = integer_product(node)
-    if integer is None and node.op_type != "MatMulNBits":
+    if integer is None and OPS[node.op_type].is_integer:
         return None
     product = Linear(node, (), integer)
     found = [_behind(each, product) for each in reversed(behind)]
@@ -182,8 +172,3 @@ def columns_of(behind: Behind) -> int:
     """How many input columns stay in float."""
     shape = behind.other.shape if behind.other is not None else None
     return int(shape[0]) if shape is not None and isinstance(shape[0], int) else 0
-
-
-def input_of(node: ir.Node, place: int) -> ir.Value | None:
-    """An input of a node, where it has it."""
-    return node.inputs[place] if place < len(node.inputs) else None

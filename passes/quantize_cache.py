@@ -11,6 +11,7 @@ from typing import ClassVar, NoReturn, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
+from qgraph.attention_inputs import GROUPED_QUERY
 from qgraph.calibration import Calibration
 from qgraph.decoder_graph import CACHE_BITS, CACHING, cache_bits, names_cache
 from qgraph.divergence import kl_divergence
@@ -26,9 +27,6 @@ from qgraph.passes.base import Context, Pass
 from qgraph.passes.cache_noise import move, rounds_activations
 from qgraph.passes.cache_offsets import take_off
 from qgraph.passes.cache_ranges import (
-    BIAS,
-    PAST_KEY,
-    PAST_VALUE,
     Cached,
     CacheRanges,
     cached,
@@ -39,7 +37,7 @@ from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.row_branches import within
 
-_SCALES = (12, 13)
+_SCALES = GROUPED_QUERY.place("k_scale"), GROUPED_QUERY.place("v_scale")
 _KINDS = ("k_quant_type", "v_quant_type")
 _SPREAD = {"tensor": "PER_TENSOR", "channel": "PER_CHANNEL"}
 _TOLD = 0.1
@@ -213,14 +211,15 @@ def _is_past(value: ir.Value) -> bool:
 
 
 def _past(node: ir.Node) -> bool:
-    return len(node.inputs) > PAST_VALUE and node.inputs[PAST_KEY] is not None
+    both = len(node.inputs) > GROUPED_QUERY.place("past_value")
+    return both and GROUPED_QUERY.read(node, "past_key") is not None
 
 
 def _check(node: ir.Node) -> None:
     """Refuse an attention whose past or present is more than its own."""
     if cache_bits(node):
         _refuse(f"the cache of {node.name} is quantized already: start from the float model")
-    for value in node.inputs[PAST_KEY : PAST_VALUE + 1]:
+    for value in GROUPED_QUERY.pasts(node):
         assert value is not None
         others = [other for other, _ in value.uses() if other is not node]
         if not value.is_graph_input() or others:
@@ -228,7 +227,7 @@ def _check(node: ir.Node) -> None:
             _refuse(f"the past {value.name} of {node.name} {what}")
         if value.dtype not in _FLOATS:
             _refuse(f"the past {value.name} of {node.name} is {value.dtype}, not floats")
-    for value in node.outputs[1:3]:
+    for value in GROUPED_QUERY.presents(node):
         if not value.is_graph_output() or value.uses():
             _refuse(f"the present {value.name} of {node.name} is no output of the model alone")
 
@@ -236,7 +235,7 @@ def _check(node: ir.Node) -> None:
 def _require(found: Sequence[Cached], oldest: Version) -> None:
     """Refuse what the oldest runtime that has to run the result does not read beside codes."""
     half = [each for each in found if each.pasts[0].dtype == ir.DataType.FLOAT16]
-    biased = [each for each in found if len(each.node.inputs) > BIAS and each.node.inputs[BIAS]]
+    biased = [each for each in found if GROUPED_QUERY.read(each.node, "attention_bias") is not None]
     for those, since, what, other in (
         (half, STORED_CACHE_HALF, "computes in float16", "a float32 model"),
         (biased, STORED_CACHE_BIAS, "adds a mask to scores", "a model without padding"),

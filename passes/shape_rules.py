@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from qgraph.constants import scalar
+from qgraph.kernel_ops import CONTRIB_OPS, NBITS, KernelOp
 from qgraph.passes.dims import Known, Size, Sizes, at_most, broadcast, product
 from qgraph.passes.int_rules import Rule, blank
 from qgraph.sites import QGRAPH_DOMAIN
@@ -229,28 +230,23 @@ def _whole(known: Known, node: ir.Node, index: int) -> Size | None:
     return Size.of(int(number)) if number is not None and number.is_integer() else None
 
 
+def _packed_rule(op: KernelOp) -> Rule:
+    if op.kind == "gather":
+        return _looked_up_packed
+    return _linear if op is NBITS else _rows_of_first
+
+
 _SHAPES: dict[str, Rule] = {
-    **dict.fromkeys(
-        (
-            "Attention",
-            "DynamicQuantizeMatMul",
-            "MatMulBlockQuantizedFp4Weight",
-            "MatMulBlockQuantizedFp8Weight",
-            "MatMulBnb4",
-            "MatMulIntegerToFloat",
-        ),
-        _rows_of_first,
-    ),
+    **{name: _packed_rule(op) for name, op in CONTRIB_OPS.items()},
+    "Attention": _rows_of_first,
     "Concat": _concatenated,
     "Conv": _convolved,
     "Expand": _expanded,
     "Gather": _looked_up,
-    "GatherBlockQuantized": _looked_up_packed,
     "GatherElements": lambda known, node: known.shape(node, 1),
     "GatherND": _picked,
     "Gemm": _general,
     "MatMul": _multiplied,
-    "MatMulNBits": _linear,
     "Range": _counted,
     "Reshape": _reshaped,
     "Slice": _sliced,

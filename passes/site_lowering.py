@@ -11,6 +11,7 @@ from qgraph.capabilities import Answer, Query
 from qgraph.constants import drop_constant
 from qgraph.graph import Graph
 from qgraph.kernel_choice import best_kernel, spell_kernel
+from qgraph.op_inputs import bare_name
 from qgraph.passes.base import Context, is_lazy, source_of
 from qgraph.recipe import FLOAT
 from qgraph.report import Step
@@ -64,7 +65,7 @@ def lower_linears(
         answer, query = chosen(site, context)
         if not answer or query.op not in ops:
             continue
-        op_type = query.op.partition("::")[2]
+        op_type = bare_name(query.op)
         try:
             check_view(site)
             check_activation(site)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qgraph.activation_kinds import INT8_AUTO, INT8_STATIC
-from qgraph.capabilities import MATMUL_NBITS, Query
+from qgraph.capabilities import Query
 from qgraph.formats.base import Array, parse
 from qgraph.graph import Graph
 from qgraph.kernel_choice import best_kernel, spell_kernel
+from qgraph.kernel_ops import MATMUL_NBITS
 from qgraph.passes.activation_ranges import STATIC, observed
 from qgraph.passes.base import Context
 from qgraph.passes.input_ranges import outliers

@@ -19,11 +19,11 @@ from qgraph.block_sums import block_sums
 from qgraph.constants import release
 from qgraph.formats.base import QuantizedWeight
 from qgraph.graph import Graph
+from qgraph.kernel_ops import NBITS, Read, reading_op
 from qgraph.passes.base import Context, Pass
-from qgraph.passes.fusion import MICROSOFT, Attributes
+from qgraph.passes.fusion import Attributes
 from qgraph.passes.matching import readers
 from qgraph.passes.merged_source import MergedSource
-from qgraph.passes.packed_linear import OPS, input_of
 from qgraph.quant_tensor import Deviation, QuantSource, QuantTensor
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
@@ -42,9 +42,7 @@ _IN_HALF = frozenset(
     }
 )  # fmt: skip
 """Ops that it has in float16, as the list of its kernels says; all others draw products along."""
-_PRODUCT = "MatMulNBits"
-_OP = OPS[_PRODUCT]
-_OWN = (*(place for place, _ in _OP.parts.values()), _OP.bias)
+_OWN: tuple[Read, ...] = (*NBITS.parts, "bias")
 """The inputs that belong to the weight."""
 
 
@@ -65,20 +63,18 @@ class WidenProducts(Pass):
         found = [node for node in nodes(graph.model.graph) if _is_wrong(node)]
         for node in found:
             wide.widen(node)
-        rule = f"float16 → float32 {_PRODUCT}"
+        rule = f"float16 → float32 {NBITS.op_type}"
         why = "between ops in float32 the kernel of int8 activations is wrong in float16"
         return [Step(self.name, rule, str(node.name), "done", None, why) for node in found]
 
 
 def _is_wrong(node: ir.Node) -> bool:
     """Whether a node is such a product, and its weight is there to be widened."""
-    if (node.domain, node.op_type) != (MICROSOFT, _PRODUCT):
+    if reading_op(node) is not NBITS or NBITS.number(node, "accuracy_level") != _INT8:
         return False
-    if node.attributes.get_int("accuracy_level", 0) != _INT8:
-        return False
-    own = [value for place in _OWN if (value := input_of(node, place)) is not None]
+    own = [value for what in _OWN if (value := NBITS.read(node, what)) is not None]
     constant = all(value.is_initializer() and value.const_value is not None for value in own)
-    scales = input_of(node, _OP.parts["scales"][0])
+    scales = NBITS.read(node, "scales")
     half = scales is not None and scales.dtype == ir.DataType.FLOAT16
     return constant and half and _between_floats(node)
 
@@ -105,7 +101,8 @@ class _Wide:
         assert x is not None and isinstance(body, ir.Graph)
         end = self._widen_sums(node)
         y = end.outputs[0]
-        old = {place: value for place in _OWN if (value := input_of(node, place)) is not None}
+        own = [(NBITS.at(what), NBITS.read(node, what)) for what in _OWN]
+        old = {at: value for at, value in own if at is not None and value is not None}
         for place, value in old.items():
             node.replace_input_with(place, self._constant(value))
         name, dtype = str(node.name), y.dtype or ir.DataType.FLOAT16

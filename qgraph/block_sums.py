@@ -20,6 +20,7 @@ import dataclasses
 import onnx_ir as ir
 
 from qgraph.constants import small_ints
+from qgraph.kernel_ops import NBITS, reading_op
 from qgraph.scopes import is_onnx
 
 
@@ -50,7 +51,7 @@ class BlockSums:
 
 def block_sums(node: ir.Node) -> BlockSums | None:
     """What a MatMulNBits node is added to, where it is minimums times block sums of its input."""
-    if any(node.inputs[3:4]):
+    if reading_op(node) is not NBITS or NBITS.read(node, "zeros") is not None:
         return None
     output = node.outputs[0]
     uses = list(output.uses())

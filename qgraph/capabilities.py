@@ -6,28 +6,16 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias
 
+from qgraph.kernel_ops import MATMUL_NBITS
+from qgraph.op_inputs import bare_name
 from qgraph.ort_versions import NEWEST, Version, kernel_since, opset_since, spell
 from qgraph.traits import Traits
 
 Origin = Literal["installed", "predicted"]
 
-MATMUL_NBITS = "com.microsoft::MatMulNBits"
-GATHER_BLOCK_QUANTIZED = "com.microsoft::GatherBlockQuantized"
-DEQUANTIZE_LINEAR = "ai.onnx::DequantizeLinear"
-MATMUL_BNB4 = "com.microsoft::MatMulBnb4"
-MATMUL_FP8 = "com.microsoft::MatMulBlockQuantizedFp8Weight"
-MATMUL_FP4 = "com.microsoft::MatMulBlockQuantizedFp4Weight"
-DYNAMIC_QUANTIZE_MATMUL = "com.microsoft::DynamicQuantizeMatMul"
-MATMUL_INTEGER_TO_FLOAT = "com.microsoft::MatMulIntegerToFloat"
 NEWER = "NEEDS_NEWER_RUNTIME"
 """The reason code of what the oldest runtime that was asked for does not have."""
-OWN_LINEAR = "qgraph::Linear"
-"""The portable form, where a runtime has a kernel for it as a whole."""
-OWN_DEQUANTIZE = "qgraph::Dequantize"
-"""The plain function in front of the op, where a runtime computes it once, at load."""
 INTEGERS = ("int", "uint")
-INTEGER_MATMULS = (DYNAMIC_QUANTIZE_MATMUL, MATMUL_INTEGER_TO_FLOAT)
-"""Products of uint8 activations and int8 weights `[K, N]`, one scale to a row of the weight."""
 FLOAT_ACTIVATIONS = "float"
 
 
@@ -161,7 +149,7 @@ class Capabilities:
             return Answer(None, "NO_FUSED_KERNEL", f"{self.runtime} has no kernel for {query.op}")
         rules = [rule for rule in rules if query.numbers in rule.numbers]
         if not rules:
-            op = query.op.partition("::")[2]
+            op = bare_name(query.op)
             detail = f"{self.runtime} has no kernel for {query.numbers} codes in {op}"
             return Answer(None, "NO_FUSED_KERNEL", detail)
         rules, refused = self._old_enough(rules, query)
@@ -192,7 +180,7 @@ class Capabilities:
         if left:
             return left, None
         first = min(_since(rule, query) for rule in rules)
-        op, level = query.op.partition("::")[2], f", level {query.level}" * ("NBits" in query.op)
+        op, level = bare_name(query.op), f", level {query.level}" * (query.op == MATMUL_NBITS)
         detail = came_later(f"{op} of {query.bits} bits{level}", first, self.oldest)
         return [], Answer(None, NEWER, detail, first)
 
@@ -204,7 +192,7 @@ def came_later(what: str, since: Version, oldest: Version) -> str:
 
 def _since(rule: KernelRule, query: Query) -> Version:
     """The first release with the kernel of a rule, for what is asked."""
-    op = rule.op.partition("::")[2]
+    op = bare_name(rule.op)
     first = opset_since(rule.min_opset) or NEWEST
     return max(first, kernel_since(op, query.bits, query.level, query.dtype))
 

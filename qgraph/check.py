@@ -17,24 +17,15 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.block_sums import block_sums
-from qgraph.capabilities import (
-    DEQUANTIZE_LINEAR,
-    DYNAMIC_QUANTIZE_MATMUL,
-    FLOAT_ACTIVATIONS,
-    GATHER_BLOCK_QUANTIZED,
-    MATMUL_BNB4,
-    MATMUL_FP4,
-    MATMUL_FP8,
-    MATMUL_INTEGER_TO_FLOAT,
-    MATMUL_NBITS,
-)
-from qgraph.check_kernels import KernelKey, Kind, Probe, Run, Verdict, check_kernel
+from qgraph.capabilities import FLOAT_ACTIVATIONS
+from qgraph.check_kernels import KernelKey, Probe, Run, Verdict, check_kernel
 from qgraph.formats.base import Part
 from qgraph.integer_sites import integer_product
+from qgraph.kernel_ops import KernelOp
+from qgraph.kernel_ops import reading_op as reading_op
 from qgraph.lost_weights import LOST, Coarse, raised
 from qgraph.progress import Progress, Silent
 from qgraph.quant_tensor import QuantTensor
-from qgraph.site import QGRAPH_DOMAIN
 from qgraph.stored_weight import StoredWeight, WrittenData, stored_weight
 
 THREADS = 2
@@ -178,30 +169,6 @@ def _advancing(results: Iterable[_T], progress: Progress, done: int = 0) -> Iter
         progress.advance(count)
 
 
-@dataclasses.dataclass(frozen=True)
-class ReadingOp:
-    """How an operator reads a quantized weight: the input indices of codes, scales and more."""
-
-    kind: Kind
-    inputs: tuple[int, ...]
-    x: int | None = None
-    bias: int | None = None
-
-
-_OPS = {
-    MATMUL_NBITS: ReadingOp("linear", (1, 2, 3), x=0, bias=5),
-    MATMUL_BNB4: ReadingOp("linear", (1, 2), x=0),
-    DYNAMIC_QUANTIZE_MATMUL: ReadingOp("linear", (1, 2), x=0, bias=4),
-    MATMUL_INTEGER_TO_FLOAT: ReadingOp("linear", (1, 3), x=0, bias=6),
-    MATMUL_FP8: ReadingOp("linear", (1, 2), x=0, bias=4),
-    MATMUL_FP4: ReadingOp("linear", (1, 2, 3), x=0, bias=5),
-    GATHER_BLOCK_QUANTIZED: ReadingOp("gather", (0, 2, 3), x=1),
-    DEQUANTIZE_LINEAR: ReadingOp("dequantize", (0, 1, 2)),
-}
-_OWN_OPS = {
-    "Dequantize": ReadingOp("dequantize", (0, 1, 2)),
-    "Linear": ReadingOp("linear", (1, 2, 3), x=0),
-}
 _VIEWS = {"Transpose", "Reshape", "Identity", "Cast", "Squeeze", "Unsqueeze"}
 
 
@@ -215,17 +182,10 @@ def _probes(model: ir.Model, data: WrittenData) -> Iterator[Probe]:
                 yield _probe(node, op, found, data)
 
 
-def reading_op(node: ir.Node) -> ReadingOp | None:
-    """How a node reads a quantized weight; None where it is no op that does."""
-    if node.domain == QGRAPH_DOMAIN:
-        return next((op for name, op in _OWN_OPS.items() if node.op_type.startswith(name)), None)
-    return _OPS.get(f"{node.domain or 'ai.onnx'}::{node.op_type}")
-
-
-def _parts(node: ir.Node, op: ReadingOp) -> dict[int, tuple[Part, str, QuantTensor]]:
+def _parts(node: ir.Node, op: KernelOp) -> dict[int, tuple[Part, str, QuantTensor]]:
     """Input index → part, name and tensor of a weight that was quantized in this run."""
     found: dict[int, tuple[Part, str, QuantTensor]] = {}
-    for index in op.inputs:
+    for index in op.parts.values():
         value = node.inputs[index] if index < len(node.inputs) else None
         producer = value.producer() if value is not None else None
         if producer is not None and producer.op_type in ("Reshape", "Transpose", "Gather"):
@@ -237,18 +197,18 @@ def _parts(node: ir.Node, op: ReadingOp) -> dict[int, tuple[Part, str, QuantTens
 
 
 def _probe(
-    node: ir.Node, op: ReadingOp, found: dict[int, tuple[Part, str, QuantTensor]], data: WrittenData
+    node: ir.Node, op: KernelOp, found: dict[int, tuple[Part, str, QuantTensor]], data: WrittenData
 ) -> Probe:
     names = {part: name for part, name, _ in found.values()}
     tensors = {part: tensor for part, _, tensor in found.values()}
-    sums = block_sums(node) if node.op_type == "MatMulNBits" else None
+    sums = block_sums(node)
     minimums = sums.minimums.const_value if sums is not None else None
     if sums is not None and isinstance(minimums, QuantTensor):
         names["minimums"], tensors["minimums"] = sums.minimums.name or "", minimums
     weight = stored_weight(names, tensors, data)
     source = weight.source
     integer = integer_product(node)
-    x = node.inputs[op.x] if op.kind == "linear" and op.x is not None else None
+    x = op.read(node, "x") if op.kind == "linear" else None
     x = x if integer is None else integer.x
     dtype = x.dtype if x is not None and x.dtype is not None else source.scale_dtype
     key = KernelKey(
@@ -260,13 +220,13 @@ def _probe(
         "zeros" not in weight.parts,
         np.dtype(dtype.numpy()).name,
         node.attributes.get_int("accuracy_level", 0),
-        op.bias is not None and len(node.inputs) > op.bias and node.inputs[op.bias] is not None,
+        op.read(node, "bias") is not None,
         source.format.numbers,
         sums is not None,
         FLOAT_ACTIVATIONS if integer is None else integer.activations,
         0 if integer is None else len(integer.columns),
     )
-    whole = op.kind == "dequantize" and not _is_gathered(node.inputs[op.inputs[0]])
+    whole = op.kind == "dequantize" and not _is_gathered(op.read(node, "codes"))
     sites = tuple(_readers(node)) if whole else (node.name or "",)
     positions = {index: part for index, (part, _, _) in found.items()}
     return Probe(

@@ -16,11 +16,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from qgraph.capabilities import MATMUL_NBITS
 from qgraph.errors import QGraphError
 from qgraph.formats.base import Array
 from qgraph.formats.grouping import count_groups, read_scales
 from qgraph.formats.output_bound import INT8_HALF_STEP, LEVEL_4_ZEROS, zeros_bound
+from qgraph.kernel_ops import MATMUL_NBITS
 from qgraph.probe import KernelKey as KernelKey
 from qgraph.probe import Kind as Kind
 from qgraph.probe import Probe as Probe

@@ -6,14 +6,13 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
+from qgraph.attention_inputs import GROUPED_QUERY
 from qgraph.language_model import table_rows
 
-CACHING = "GroupQueryAttention"
+CACHING = GROUPED_QUERY.op_type
 """The op of ONNX Runtime that writes new keys and values behind those it is given, in place."""
 CACHE_BITS = "kv_cache_bit_width"
 """Its attribute that says how many bits a code of a quantized cache has."""
-_PAST, _PRESENT = slice(3, 5), slice(1, 3)
-_COSINES = 7
 
 
 def names_cache(name: str | None, rank: int) -> bool:
@@ -52,13 +51,15 @@ def _only_attended(past: ir.Value) -> bool:
         not past.is_graph_output()
         and len(readers) == 1
         and readers[0].op_type == CACHING
-        and past in readers[0].inputs[_PAST]
+        and past in GROUPED_QUERY.pasts(readers[0])
     )
 
 
 def _is_written(present: ir.Value) -> bool:
     node = present.producer()
-    return node is not None and node.op_type == CACHING and present in node.outputs[_PRESENT]
+    if node is None or node.op_type != CACHING:
+        return False
+    return present in GROUPED_QUERY.presents(node)
 
 
 def head_sizes(model: ir.Model) -> dict[str, int]:
@@ -80,7 +81,7 @@ def cache_readers(model: ir.Model) -> list[tuple[ir.Value, ir.Node]]:
         (value, node)
         for value in model.graph.inputs
         for node, _ in value.uses()
-        if node.op_type == CACHING and value in node.inputs[_PAST]
+        if node.op_type == CACHING and value in GROUPED_QUERY.pasts(node)
     ]
 
 
@@ -137,8 +138,8 @@ def most_positions(model: ir.Model, positions: str | None) -> int | None:
     """
     found = []
     for node in model.graph:
-        if node.op_type == CACHING and len(node.inputs) > _COSINES:
-            table = node.inputs[_COSINES]
+        if node.op_type == CACHING:
+            table = GROUPED_QUERY.read(node, "cos_cache")
             rows = None if table is None else _rows(table)
             found += [rows] if rows is not None else []
     if positions is not None:

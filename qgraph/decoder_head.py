@@ -8,13 +8,18 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.errors import InputError
+from qgraph.kernel_ops import CONTRIB_OPS
 from qgraph.paired import find_logits
 from qgraph.row_branches import branches
 from qgraph.site import QGRAPH_DOMAIN
 from qgraph.text import IDS
 
-_LINEARS = {"MatMul": 2, "Gemm": 2, "MatMulNBits": 3, "MatMulBnb4": 3,
-            "MatMulBlockQuantizedFp8Weight": 3, "MatMulBlockQuantizedFp4Weight": 3}  # fmt: skip
+_LINEARS = {"MatMul": 2, "Gemm": 2} | {
+    name: op.parts["scales"] + 1
+    for name, op in CONTRIB_OPS.items()
+    if op.kind == "linear" and not op.is_integer
+}
+"""By op the input behind its weight. Those of bytes, whose steps may be of all tokens, are none."""
 _MOST_NODES = 16
 """A weight is computed from constants by fewer."""
 _ELEMENTWISE = ("Cast", "Identity", "Mul", "Div", "Add", "Tanh")

@@ -29,6 +29,7 @@ from qgraph.kernel_choice import (
     spell_kernel,
     spell_many,
 )
+from qgraph.kernel_ops import NBITS
 from qgraph.model_metadata import site_entries
 from qgraph.packed_sources import packed_source
 from qgraph.plan import Decision
@@ -90,7 +91,7 @@ def _level_notes(foreign: list[Site], capabilities: Capabilities) -> list[str]:
     queries = {
         site.name: query_of(site)
         for site in foreign
-        if site.state == "fused" and site.op == "MatMulNBits"
+        if site.state == "fused" and site.op == NBITS.op_type
     }
     late = [
         name
@@ -206,7 +207,7 @@ def _fused(row: SiteRow, site: Site, capabilities: Capabilities) -> SiteRow:
         bits=query.bits,
         group=group,
         block=query.block,
-        level=query.level if site.op == "MatMulNBits" else None,
+        level=query.level if site.op == NBITS.op_type else None,
         kernel=spell_kernel(query),
         provider=capabilities.provider,
         by_rows=rule.by_rows(query) if rule is not None and rule.by_rows is not None else "",
@@ -272,8 +273,7 @@ def _portable(row: SiteRow, site: Site, decision: Decision, capabilities: Capabi
 
 
 def _has_float_zeros(site: Site) -> bool:
-    reads_zeros = site.op == "MatMulNBits" and len(site.node.inputs) > 3
-    zeros = site.node.inputs[3] if reads_zeros else None
+    zeros = NBITS.read(site.node, "zeros") if site.op == NBITS.op_type else None
     return zeros is not None and zeros.dtype is not None and zeros.dtype.is_floating_point()
 
 

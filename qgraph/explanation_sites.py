@@ -9,6 +9,7 @@ from rich.console import Console
 
 from qgraph.console import escape, megabytes, print_line, print_table
 from qgraph.explanation import Explanation, SiteRow
+from qgraph.op_inputs import bare_name
 from qgraph.report import REASONS, Step
 
 SITES_SHOWN = 20
@@ -55,7 +56,7 @@ def _now(explanation: Explanation, row: SiteRow) -> str:
     """The op that the site has; of two that it has, the one that ran."""
     if row.many_kernel and row.name in explanation.profile.ran_many:
         return f"{row.many_kernel.partition(' ')[0]} (from {row.from_rows} rows)"
-    return short(row.op_now or row.op)
+    return bare_name(row.op_now or row.op)
 
 
 def _block(row: SiteRow) -> str:
@@ -86,11 +87,6 @@ _COLUMNS = (
     _Column("error", "r", 140, lambda _, row: "" if row.error is None else f"{row.error:.4f}"),
     _Column("reason", "l", 0, lambda _, row: row.reason or ""),
 )
-
-
-def short(op: str) -> str:
-    """`com.microsoft::MatMulNBits` as `MatMulNBits`."""
-    return op.rpartition("::")[2]
 
 
 def render_table(explanation: Explanation, console: Console, every: bool) -> None:
@@ -173,7 +169,8 @@ def _spent(explanation: Explanation, row: SiteRow) -> str:
     profile = explanation.profile
     if row.name not in profile.times:
         return ""
-    parts = [f"{p.count} {short(p.op)} {p.microseconds:.1f} µs" for p in profile.parts(row.name)]
+    found = profile.parts(row.name)
+    parts = [f"{p.count} {bare_name(p.op)} {p.microseconds:.1f} µs" for p in found]
     words = f"{_time(explanation, row)} µs, {_share(explanation, row)}: {', '.join(parts)}"
     if profile.run is not None and row.name in profile.against_times:
         words += f"; {_against(explanation, row)} µs in {profile.run.against}"

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from qgraph.console import print_line, print_table
 from qgraph.explanation import Explanation, SiteRow
-from qgraph.explanation_sites import heading, known, render_table, short
+from qgraph.explanation_sites import heading, known, render_table
+from qgraph.op_inputs import bare_name
 from qgraph.report import REASONS
 
 _SOURCES = {
@@ -107,7 +108,7 @@ def _others(explanation: Explanation, console: Console, every: bool) -> None:
         cells = [
             [
                 str(r.count),
-                short(r.op),
+                bare_name(r.op),
                 r.provider,
                 *_milliseconds(r.microseconds or 0.0, explanation.profile.total),
             ]
@@ -119,7 +120,7 @@ def _others(explanation: Explanation, console: Console, every: bool) -> None:
             cells.append([str(sum(row.count for row in rest)), "of other kinds", "", *spent])
         print_table(console, ["count", "op", "provider", "ms", "share"], cells, "rllrr")
     else:
-        print_line(console, ", ".join(f"{row.count} {short(row.op)}" for row in rows))
+        print_line(console, ", ".join(f"{row.count} {bare_name(row.op)}" for row in rows))
 
 
 def _proofs(explanation: Explanation, console: Console) -> None:

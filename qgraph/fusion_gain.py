@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qgraph.capabilities import MATMUL_NBITS
+from qgraph.attention_inputs import MULTI_HEAD
 from qgraph.decoder_graph import CACHING
 from qgraph.errors import QGraphError
+from qgraph.kernel_ops import NBITS
 from qgraph.recipe import FLOAT, Recipe
 from qgraph.run_notes import stored_bytes
 from qgraph.run_profile import RunOf
@@ -35,7 +36,7 @@ LITTLE = 0.9
 """With this share of the multiply-adds in linears and convolutions, little is left to fuse."""
 _IMAGE = 4
 """Dimensions of an input that is no text."""
-_ATTENTION, _NBITS = "MultiHeadAttention", MATMUL_NBITS.rpartition("::")[2]
+_ATTENTION, _NBITS = MULTI_HEAD.op_type, NBITS.op_type
 _ATTENTIONS = ("Attention", _ATTENTION)
 _CONVOLUTION = "Conv"
 _MOVES = ("Reorder", "Memcpy")

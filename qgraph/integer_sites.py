@@ -22,8 +22,8 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.activation_kinds import INT8, INT8_ROW, INT8_STATIC, TOP_CODE
-from qgraph.capabilities import DYNAMIC_QUANTIZE_MATMUL, MATMUL_INTEGER_TO_FLOAT
 from qgraph.formats.base import Array
+from qgraph.kernel_ops import DYNAMIC_QUANTIZE_MATMUL, KERNEL_OPS, MATMUL_INTEGER_TO_FLOAT
 from qgraph.scopes import is_onnx
 
 ZERO_POINT = 128
@@ -161,7 +161,7 @@ def _dynamic(node: ir.Node) -> IntegerProduct | None:
     x, y = node.inputs[0], node.outputs[0]
     if x is None:
         return None
-    found = IntegerProduct(node, INT8, *_weight_of(node, 3), x, y)
+    found = IntegerProduct(node, INT8, *_weight_of(node), x, y)
     mask = x.producer()
     if mask is not None and is_onnx(mask, "Mul") and mask.inputs[0] is not None:
         masked = dataclasses.replace(found, x=mask.inputs[0], quantizing=(mask,))
@@ -177,7 +177,7 @@ def _quantized(node: ir.Node) -> IntegerProduct | None:
     value = quantize.inputs[0] if quantize is not None and quantize.inputs else None
     if quantize is None or value is None:
         return None
-    kind = _weight_of(node, 5)
+    kind = _weight_of(node)
     found = IntegerProduct(node, INT8, *kind, value, node.outputs[0], (quantize,))
     if quantize.op_type == "DynamicQuantizeLinear":
         return found
@@ -227,9 +227,10 @@ def _with_float_part(found: IntegerProduct) -> IntegerProduct:
     return dataclasses.replace(found, y=add.outputs[0], float_part=part)
 
 
-def _weight_of(node: ir.Node, index: int) -> tuple[Literal["int", "uint"], bool]:
-    """The numbers of the weight's codes, and whether input `index`, its zero point, is theirs."""
-    codes, zeros = node.inputs[1], node.inputs[index] if len(node.inputs) > index else None
+def _weight_of(node: ir.Node) -> tuple[Literal["int", "uint"], bool]:
+    """The numbers of the weight's codes, and whether its zero point is theirs."""
+    op = KERNEL_OPS[f"{node.domain}::{node.op_type}"]
+    codes, zeros = op.read(node, "codes"), op.read(node, "weight_zero")
     unsigned = codes is not None and codes.dtype == ir.DataType.UINT8
     if zeros is None:
         return "uint" if unsigned else "int", not unsigned

@@ -6,27 +6,23 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from qgraph.activation_kinds import INT8, INT8_AUTO, INT8_ROW, INT8_STATIC
-from qgraph.capabilities import (
+from qgraph.capabilities import FLOAT_ACTIVATIONS, INTEGERS, Answer, Capabilities, KernelRule, Query
+from qgraph.formats.base import Format, Layout, parse
+from qgraph.kernel_ops import (
+    CONTRIB_OPS,
     DEQUANTIZE_LINEAR,
     DYNAMIC_QUANTIZE_MATMUL,
-    FLOAT_ACTIVATIONS,
     GATHER_BLOCK_QUANTIZED,
     INTEGER_MATMULS,
-    INTEGERS,
+    KERNEL_OPS,
     MATMUL_BNB4,
-    MATMUL_FP4,
-    MATMUL_FP8,
     MATMUL_INTEGER_TO_FLOAT,
     MATMUL_NBITS,
     OWN_DEQUANTIZE,
     OWN_LINEAR,
-    Answer,
-    Capabilities,
-    KernelRule,
-    Query,
 )
-from qgraph.formats.base import Format, Layout
-from qgraph.sites import CONTRIB, Site
+from qgraph.op_inputs import bare_name
+from qgraph.sites import Site
 
 SMALLEST_AUTO_GROUP = 32
 """Groups chosen here are not made smaller than this to divide K."""
@@ -214,32 +210,22 @@ def _candidates(
                 yield dataclasses.replace(each, block=block, level=level, allow_slow=slow)
 
 
-_OF_LINEARS = (OWN_LINEAR, MATMUL_BNB4, MATMUL_FP8, MATMUL_FP4, DEQUANTIZE_LINEAR)
+_OF_LINEARS = {
+    DEQUANTIZE_LINEAR,
+    *(op.name for op in KERNEL_OPS.values() if op.kind == "linear" and not op.is_integer),
+} - {MATMUL_NBITS}
 """Ops that can stand for a linear, apart from those of integers. An embedding's DequantizeLinear
 would dequantize the whole table for a few rows."""
 
 
 def layout_of(fmt: Format, query: Query) -> Layout:
     """How the parts of a weight lie for the kernel of `query`."""
-    if query.op in INTEGER_MATMULS or query.activations != FLOAT_ACTIVATIONS:
+    kind, integers = KERNEL_OPS[query.op].layout, fmt.as_integers
+    if kind == "kn" or query.activations != FLOAT_ACTIVATIONS:
         return Layout("kn" if query.numbers == "int" else "knu")
-    if query.op == DEQUANTIZE_LINEAR:
-        return Layout("qdq")
-    if query.op == MATMUL_BNB4:
-        return Layout("flat")
-    if query.op in (MATMUL_FP8, MATMUL_FP4):
-        return Layout("own")
-    integers = fmt.as_integers
-    if query.op in (MATMUL_NBITS, GATHER_BLOCK_QUANTIZED) and integers is not None:
+    if kind == "blocks" and integers is not None:
         return Layout("sums" if query.sums else integers[0], query.block)
-    return fmt.default_layout
-
-
-_BLOCK_QUANTIZED = {
-    "MatMulBlockQuantizedFp8Weight": (MATMUL_FP8, 8, "e4m3", 0),
-    "MatMulBlockQuantizedFp4Weight": (MATMUL_FP4, 4, "nvfp4", 16),
-}
-"""Ops of one format each: their bits, kind of number and block as that format has them."""
+    return Layout(kind) if kind and kind != "blocks" else fmt.default_layout
 
 
 def is_portable(unfused: str, fmt: Format) -> bool:
@@ -253,7 +239,7 @@ def is_portable(unfused: str, fmt: Format) -> bool:
 
 def spell_kernel(query: Query) -> str:
     """`MatMulNBits bits=4 block=128 level=4`, `DequantizeAtLoad codes=mxfp4 block=32`."""
-    name = query.op.partition("::")[2] + ("AtLoad" if query.op == OWN_DEQUANTIZE else "")
+    name = bare_name(query.op) + ("AtLoad" if query.op == OWN_DEQUANTIZE else "")
     if query.activations != FLOAT_ACTIVATIONS:
         return f"{name} uint8 × {query.numbers}8{_SCALES[query.activations]}"
     level = f" level={query.level}" if query.op == MATMUL_NBITS else ""
@@ -273,8 +259,8 @@ def format_of(query: Query) -> str:
     """The format that the kernel of `query` reads, spelled."""
     if query.op in INTEGER_MATMULS:
         return "int8-row" if query.symmetric else "uint8:group=row"
-    if query.op in (MATMUL_FP8, MATMUL_FP4):
-        return "nvfp4" if query.op == MATMUL_FP4 else "fp8-e4m3"
+    if only := KERNEL_OPS[query.op].format:
+        return only
     if query.numbers in BNB4_TYPES:
         return f"{query.numbers}:group={query.block}"
     floats = ",zero=float" if query.sums or query.numbers == "uint-float" else ""
@@ -299,28 +285,28 @@ def own_query(site: Site, fmt: Format) -> Query:
 
 def query_of(site: Site) -> Query:
     """The kernel that a fused site runs, as the question that a plan asks."""
-    attributes, dtype = site.node.attributes, _dtype(site)
+    node, op, dtype = site.node, CONTRIB_OPS[site.op], _dtype(site)
     if site.integer is not None:
         product = site.integer
         return Query(
-            f"{CONTRIB}::{site.op}", dtype, 8, 0, 0, product.symmetric, site.n, site.k,
+            op.name, dtype, 8, 0, 0, product.symmetric, site.n, site.k,
             product.numbers, activations=product.activations,
         )  # fmt: skip
-    if site.op in _BLOCK_QUANTIZED:
-        op, bits, numbers, block = _BLOCK_QUANTIZED[site.op]
-        return Query(op, dtype, bits, block, n=site.n, k=site.k, numbers=numbers)
-    if site.op == "MatMulBnb4":
-        numbers = "nf4" if attributes.get_int("quant_type", 1) == BNB4_TYPES["nf4"] else "fp4"
-        block = attributes.get_int("block_size", 64)
-        return Query(MATMUL_BNB4, dtype, 4, block, n=site.n, k=site.k, numbers=numbers)
-    zeros = site.node.inputs[3] if len(site.node.inputs) > 3 else None
+    if op.format:
+        fmt = parse(op.format)
+        return Query(op.name, dtype, fmt.bits, fmt.group, n=site.n, k=site.k, numbers=fmt.numbers)
+    block = op.number(node, "block_size")
+    if op.name == MATMUL_BNB4:
+        numbers = "nf4" if op.number(node, "quant_type") == BNB4_TYPES["nf4"] else "fp4"
+        return Query(op.name, dtype, 4, block, n=site.n, k=site.k, numbers=numbers)
+    zeros = op.read(node, "zeros")
     floats = zeros is not None and zeros.dtype is not None and zeros.dtype.is_floating_point()
     return Query(
-        GATHER_BLOCK_QUANTIZED if site.gathers else MATMUL_NBITS,
+        op.name,
         dtype,
-        attributes.get_int("bits", 4),
-        attributes.get_int("block_size", 128 if site.gathers else 0),
-        attributes.get_int("accuracy_level", 0),
+        op.number(node, "bits"),
+        block,
+        op.number(node, "accuracy_level"),
         zeros is None,
         site.n,
         site.k,

@@ -15,8 +15,9 @@ import onnx_ir as ir
 
 from qgraph.errors import GraphError, one_line
 from qgraph.formats.onnx_function import DOMAIN
+from qgraph.kernel_ops import CONTRIB_OPS, KERNEL_OPS, OWN_LINEAR, KernelOp
+from qgraph.op_inputs import CONTRIB
 from qgraph.scopes import scopes
-from qgraph.site import CONTRIB
 
 _ANY = 1 << 30
 _READ = 1 << 20
@@ -47,21 +48,20 @@ def _contrib(least: int, *required: str, floats: tuple[str, ...] = ()) -> _Form:
     return _Form(least, types=types, required=required, positive=_DIVIDES)
 
 
-_WHOLE = ("K", "N", "accuracy_level", "axis", "bits", "block_size", "gather_axis", "quantize_axis",
-          "quant_type", "transA", "transB")  # fmt: skip
+def _least(op: KernelOp) -> int:
+    """Of ops of one format only the activation and the codes are asked for."""
+    return 2 if op.format else op.least
+
+
+_WHOLE = {*(name for op in CONTRIB_OPS.values() for name in op.attributes),
+          "axis", "transA", "transB"}  # fmt: skip
 _DIVIDES = ("bits", "block_size")
 _CONTRIB = {
-    "MatMulNBits": _contrib(3, "K", "N", "block_size"),
-    "MatMulBnb4": _contrib(3, "K", "N", "block_size", "quant_type"),
-    "MatMulBlockQuantizedFp8Weight": _contrib(2),
-    "MatMulBlockQuantizedFp4Weight": _contrib(2),
-    "GatherBlockQuantized": _contrib(3),
-    "DynamicQuantizeMatMul": _contrib(3),
-    "MatMulIntegerToFloat": _contrib(4),
+    **{name: _contrib(_least(op), *op.required) for name, op in CONTRIB_OPS.items()},
     "FusedMatMul": _contrib(2, floats=("alpha",)),
 }
 """Of ONNX Runtime's ops those that read weights; their schemas are in no package."""
-_OWN = _Form(2, types={"k": _INT})
+_OWN = _Form(KERNEL_OPS[OWN_LINEAR].least, types={"k": _INT})
 """Of our functions: codes and scales, or the activation and codes, come first."""
 
 

@@ -1,10 +1,10 @@
 """The first ONNX Runtime that has a feature, and how a node shows that it needs it.
 
-Every version here was found by running small models, whose results are known, on the CPU of
-builds from OLDEST to NEWEST; tests/benchmarks/old_runtimes.py does that again. Only what is never
-written here (norms in attention, caches of a window, packed layouts), or needs a GPU (blocks of
-FP8 and FP4), is by the lists of inputs and attributes of those builds. What came before OLDEST
-counts as of OLDEST.
+Every version here, and in `kernel_ops`, was found by running small models, whose results are known,
+on the CPU of builds from OLDEST to NEWEST; tests/benchmarks/old_runtimes.py does that again. Only
+what is never written here (norms in attention, caches of a window, packed layouts), or needs a GPU
+(blocks of FP8 and FP4), is by the lists of inputs and attributes of those builds. What came before
+OLDEST counts as of OLDEST.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
+from qgraph.attention_inputs import GROUPED_QUERY, MULTI_HEAD, Told
 from qgraph.errors import InputError
+from qgraph.kernel_ops import CONTRIB_OPS, DEQUANTIZE_LINEAR, KERNEL_OPS, NBITS, KernelOp
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -46,12 +48,10 @@ OPSETS: dict[int, Version] = {
     28: (1, 32),
 }  # fmt: skip
 IR_VERSIONS: dict[int, Version] = {11: (1, 23), 12: (1, 24), 13: (1, 24), 14: (1, 32)}
-_BLOCK_QUANTIZED = ("MatMulBlockQuantizedFp8Weight", "MatMulBlockQuantizedFp4Weight")
-_BYTES = "GatherBlockQuantized"
-_PRODUCT = "MatMulNBits"
 ONNX = ("", "ai.onnx")
+_GROUPED, _MULTI_HEAD = GROUPED_QUERY.op_type, MULTI_HEAD.op_type
+_DEQUANTIZE = KERNEL_OPS[DEQUANTIZE_LINEAR]
 _BARE = "DequantizeLinear without zero points behind which a Transpose stands"
-_GROUPED, _MULTI_HEAD = "GroupQueryAttention", "MultiHeadAttention"
 
 
 def parse_version(text: str) -> Version:
@@ -115,18 +115,11 @@ def _of_number(table: dict[int, Version], number: int) -> Version | None:
 def kernel_since(op: str, bits: int, level: int = 0, dtype: str = "float32") -> Version:
     """The first with a kernel of packed weights, codes lying in bytes.
 
-    op: its name without a domain. level: the accuracy level of MatMulNBits; 8 bits computed in
-        int8 came before those computed in floats.
+    op: its name without a domain. level: the accuracy level of MatMulNBits.
     """
-    if op in _BLOCK_QUANTIZED:
-        return (1, 29)
-    if op == _BYTES:
-        return (1, 27) if bits == 2 else (1, 23)
-    if op != _PRODUCT:
-        return OLDEST
-    if bits == 2:
-        return (1, 28) if dtype == "float16" else (1, 24)
-    return {8: (1, 22) if level == 4 else (1, 23)}.get(bits, OLDEST)
+    known = CONTRIB_OPS.get(op)
+    listed = known.since if known is not None else ()
+    return next((each.release for each in listed if each.holds(bits, level, dtype)), OLDEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +135,9 @@ class Feature:
     has: Callable[[ir.Node], bool]
 
 
-def _told(index: int) -> Callable[[ir.Node], bool]:
-    """Whether an input is connected."""
-    return lambda node: len(node.inputs) > index and node.inputs[index] is not None
+def _told(what: Told) -> Callable[[ir.Node], bool]:
+    """Whether an attention is given an input."""
+    return lambda node: GROUPED_QUERY.read(node, what) is not None
 
 
 def _set(name: str) -> Callable[[ir.Node], bool]:
@@ -153,7 +146,7 @@ def _set(name: str) -> Callable[[ir.Node], bool]:
 
 def _is_shared(node: ir.Node) -> bool:
     """Whether one bias `[B, 1, S, T]` serves all heads."""
-    bias = node.inputs[5] if len(node.inputs) > 5 else None
+    bias = MULTI_HEAD.read(node, "attention_bias")
     heads = node.attributes.get_int("num_heads", 1)
     return bias is not None and bias.shape is not None and bias.shape[1] == 1 < heads
 
@@ -168,41 +161,40 @@ def _is_bare(node: ir.Node) -> bool:
     """Whether it dequantizes other codes than uint8 without zero points, for a Transpose."""
     codes, turned = node.inputs[0], {use.node.op_type for use in node.outputs[0].uses()}
     byte = codes is not None and codes.dtype is not None and codes.dtype.name == "UINT8"
-    blocks = node.attributes.get_int("block_size", 0)
-    return "Transpose" in turned and not (blocks or byte or _told(2)(node))
+    blocks, zeros = node.attributes.get_int("block_size", 0), _DEQUANTIZE.read(node, "zeros")
+    return "Transpose" in turned and not (blocks or byte or zeros is not None)
 
 
 FEATURES = (
-    Feature(_GROUPED, QUERY_LENGTHS, "with query_seqlens", _told(16)),
+    Feature(_GROUPED, QUERY_LENGTHS, "with query_seqlens", _told("query_seqlens")),
     Feature(
         _GROUPED, (1, 30), "that looks ahead", lambda node: not node.attributes.get_int("causal", 1)
     ),
     Feature(_GROUPED, (1, 30), "with a cache of its window", _set("sliding_window_cache")),
-    Feature(_GROUPED, (1, 28), "that norms queries and keys", _told(14)),
+    Feature(_GROUPED, (1, 28), "that norms queries and keys", _told("q_norm_weight")),
     Feature(
         _GROUPED, STORED_CACHE_HALF, "with a quantized cache in float16",
-        lambda node: _told(12)(node) and _is_half(node),
+        lambda node: _told("k_scale")(node) and _is_half(node),
     ),
     Feature(
         _GROUPED, STORED_CACHE_BIAS, "with a quantized cache and attention_bias",
-        lambda node: _told(12)(node) and _told(10)(node),
+        lambda node: _told("k_scale")(node) and _told("attention_bias")(node),
     ),
-    Feature(_GROUPED, STORED_CACHE, "with a quantized cache", _told(12)),
-    Feature(_GROUPED, WITHOUT_CACHE, "without a cache", lambda node: not _told(3)(node)),
+    Feature(_GROUPED, STORED_CACHE, "with a quantized cache", _told("k_scale")),
+    Feature(_GROUPED, WITHOUT_CACHE, "without a cache", lambda node: not _told("past_key")(node)),
     Feature(
         _GROUPED, (1, 24), "with a window",
         lambda node: node.attributes.get_int("local_window_size", -1) > 0,
     ),
-    Feature(_GROUPED, (1, 23), "with sinks", _told(11)),
-    Feature(_GROUPED, ATTENTION_BIAS, "with attention_bias", _told(10)),
-    Feature(_GROUPED, ATTENTION_BIAS, "with position_ids", _told(9)),
+    Feature(_GROUPED, (1, 23), "with sinks", _told("head_sink")),
+    Feature(_GROUPED, ATTENTION_BIAS, "with attention_bias", _told("attention_bias")),
+    Feature(_GROUPED, ATTENTION_BIAS, "with position_ids", _told("position_ids")),
     Feature(_MULTI_HEAD, (1, 21), "with one attention_bias for all heads", _is_shared),
-    Feature(_PRODUCT, (1, 28), "with packed layouts", _set("weight_prepacked")),
+    Feature(NBITS.op_type, (1, 28), "with packed layouts", _set("weight_prepacked")),
 )  # fmt: skip
 _TRIED = frozenset({
-    _GROUPED, _PRODUCT, _BYTES, *_BLOCK_QUANTIZED, "MatMulBnb4", "MatMulIntegerToFloat",
-    "DynamicQuantizeMatMul", "SkipSimplifiedLayerNormalization", "SkipLayerNormalization", "Gelu",
-    "FastGelu", "QuickGelu", "RotaryEmbedding", _MULTI_HEAD,
+    *CONTRIB_OPS, _GROUPED, _MULTI_HEAD, "SkipSimplifiedLayerNormalization",
+    "SkipLayerNormalization", "Gelu", "FastGelu", "QuickGelu", "RotaryEmbedding",
 })  # fmt: skip
 """What has been run; of all of `com.microsoft`, these are what graphs are fused into here."""
 
@@ -217,22 +209,22 @@ def features_of(node: ir.Node) -> list[tuple[Version, str]] | None:
         return [(WITHOUT_ZEROS, _BARE)] if op == "DequantizeLinear" and _is_bare(node) else []
     if op not in _TRIED:
         return None
-    packed = op in (_PRODUCT, _BYTES, *_BLOCK_QUANTIZED)
-    found = [_packed(node) if packed else (OLDEST, op)]
+    packed = CONTRIB_OPS.get(op)
+    found = [_packed(node, packed) if packed is not None and packed.since else (OLDEST, op)]
     return found + [
         (each.since, f"{op} {each.what}") for each in FEATURES if each.op == op and each.has(node)
     ]
 
 
-def _packed(node: ir.Node) -> tuple[Version, str]:
-    op, codes, dtype = node.op_type, node.inputs[0], node.outputs[0].dtype
+def _packed(node: ir.Node, op: KernelOp) -> tuple[Version, str]:
+    codes, dtype = op.read(node, "codes"), node.outputs[0].dtype
     kind = codes.dtype.name if codes is not None and codes.dtype is not None else ""
-    if op == _BYTES and kind in ("INT4", "UINT4"):
-        return OLDEST, op
-    bits, level = (node.attributes.get_int(name, fallback) for name, fallback in
-                   (("bits", 4), ("accuracy_level", 0)))  # fmt: skip
+    if op.kind == "gather" and kind in ("INT4", "UINT4"):
+        return OLDEST, op.op_type
+    bits, level = op.number(node, "bits"), op.number(node, "accuracy_level")
     half = "float16" if dtype is not None and dtype.name == "FLOAT16" else "float32"
-    words = f"{op} of {bits} bits" if op in (_PRODUCT, _BYTES) else op
-    if (op, bits) == (_PRODUCT, 8) and level != 4:
+    since = kernel_since(op.op_type, bits, level, half)
+    words = op.op_type + (f" of {bits} bits" if "bits" in op.attributes else "")
+    if any(each.bits == bits and each.level not in (None, level) for each in op.since):
         words += " at accuracy level 0"
-    return kernel_since(op, bits, level, half), words + (" in float16" if half == "float16" else "")
+    return since, words + (" in float16" if half == "float16" else "")

@@ -8,60 +8,59 @@ from collections.abc import Callable, Iterable
 import onnx_ir as ir
 
 from qgraph.block_sums import block_sums
-from qgraph.capabilities import (
-    DYNAMIC_QUANTIZE_MATMUL,
-    GATHER_BLOCK_QUANTIZED,
-    MATMUL_BNB4,
-    MATMUL_FP4,
-    MATMUL_FP8,
-    MATMUL_INTEGER_TO_FLOAT,
-    MATMUL_NBITS,
-)
 from qgraph.errors import GraphError
 from qgraph.expert_sites import role_of_rows
+from qgraph.formats.base import parse
 from qgraph.integer_sites import integer_product
+from qgraph.kernel_ops import CONTRIB_OPS, KernelOp, reading_op
 from qgraph.site import CONTRIB, Role, Site
 from qgraph.view import is_view_op
 from qgraph.weight_origin import static_dims
 
 
-def _on_matmul_nbits(node: ir.Node) -> Site:
-    n, k = (node.attributes.get_int(name, 0) for name in "NK")
-    return dataclasses.replace(_fused(node, 1, "linear", n, k), sums=block_sums(node))
+def _on_packed(node: ir.Node) -> Site | None:
+    """The site of a fused op, by what its entry says of it."""
+    op = reading_op(node)
+    assert op is not None
+    if op.kind == "gather":
+        return _on_gather(node, op)
+    return _on_integer_product(node, op) if op.is_integer else _on_product(node, op)
 
 
-def _on_matmul_bnb4(node: ir.Node) -> Site:
-    n, k = (node.attributes.get_int(name, 0) for name in "NK")
-    return _fused(node, 1, "linear", n, k)
+def _on_product(node: ir.Node, op: KernelOp) -> Site:
+    """Its sizes are attributes, or those of codes `[N, K]` of a whole number in a byte."""
+    at = op.parts["codes"]
+    if "N" in op.attributes:
+        n, k = op.number(node, "N"), op.number(node, "K")
+    else:
+        n, width = _matrix(node, at)
+        k = width * 8 // parse(op.format).bits
+    return dataclasses.replace(_fused(node, at, "linear", n, k), sums=block_sums(node))
 
 
-def _on_matmul_block_quantized(node: ir.Node) -> Site:
-    """`[N, K]` codes of one byte, or of two in a byte."""
-    n, width = _matrix(node, 1)
-    return _fused(node, 1, "linear", n, width * (2 if node.op_type.endswith("Fp4Weight") else 1))
-
-
-def _on_integer_product(node: ir.Node) -> Site | None:
+def _on_integer_product(node: ir.Node, op: KernelOp) -> Site | None:
     """`[K, N]` codes, and what quantizes the activation."""
     found = integer_product(node)
     if found is None:
         return None
-    k, n = _matrix(node, 1)
-    site = _fused(node, 1, "linear", n, k)
+    at = op.parts["codes"]
+    k, n = _matrix(node, at)
+    site = _fused(node, at, "linear", n, k)
     return dataclasses.replace(site, dtype=found.x.dtype, integer=found)
 
 
-def _on_gather_block_quantized(node: ir.Node) -> Site | None:
-    data, scales = node.inputs[0], node.inputs[2]
+def _on_gather(node: ir.Node, op: KernelOp) -> Site:
+    at = op.parts["codes"]
+    data, scales = op.read(node, "codes"), op.read(node, "scales")
     shape = data.shape if data is not None else None
     if shape is not None and len(shape) < 2:
-        raise GraphError(_no_matrix(node, 0, shape))
+        raise GraphError(_no_matrix(node, at, shape))
     n = int(shape[0]) if shape is not None and isinstance(shape[0], int) else 0
-    bits = node.attributes.get_int("bits", 4)
+    bits = op.number(node, "bits")
     k = int(shape[1]) * 8 // bits if shape is not None and isinstance(shape[1], int) else 0
     dtype = scales.dtype if scales is not None else None
-    role = role_of_rows(node.inputs[1])
-    return dataclasses.replace(_fused(node, 0, role, n, k), dtype=dtype)
+    role = role_of_rows(op.read(node, "x"))
+    return dataclasses.replace(_fused(node, at, role, n, k), dtype=dtype)
 
 
 def own_finder(node: ir.Node) -> Callable[[ir.Node], Site | None] | None:
@@ -134,15 +133,9 @@ def _fused(node: ir.Node, position: int, role: Role, n: int, k: int) -> Site:
     )
 
 
-PACKED_FINDERS: dict[tuple[str, str], Callable[[ir.Node], Site | None]] = {
-    (CONTRIB, MATMUL_NBITS.partition("::")[2]): _on_matmul_nbits,
-    (CONTRIB, MATMUL_BNB4.partition("::")[2]): _on_matmul_bnb4,
-    (CONTRIB, MATMUL_FP8.partition("::")[2]): _on_matmul_block_quantized,
-    (CONTRIB, MATMUL_FP4.partition("::")[2]): _on_matmul_block_quantized,
-    (CONTRIB, GATHER_BLOCK_QUANTIZED.partition("::")[2]): _on_gather_block_quantized,
-    (CONTRIB, DYNAMIC_QUANTIZE_MATMUL.partition("::")[2]): _on_integer_product,
-    (CONTRIB, MATMUL_INTEGER_TO_FLOAT.partition("::")[2]): _on_integer_product,
-}
+PACKED_FINDERS: dict[tuple[str, str], Callable[[ir.Node], Site | None]] = dict.fromkeys(
+    ((CONTRIB, op_type) for op_type in CONTRIB_OPS), _on_packed
+)
 
 
 def without_float_parts(sites: list[Site]) -> list[Site]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from qgraph.adopted import StoredSource, adopt, stored_source
-from qgraph.capabilities import MATMUL_FP8
-from qgraph.check import reading_op
 from qgraph.errors import InputError
-from qgraph.formats.base import PARTS, Part, parse
+from qgraph.formats.base import Part, parse
 from qgraph.kernel_choice import format_of, layout_of, query_of
+from qgraph.kernel_ops import MATMUL_FP8, NBITS, reading_op
 from qgraph.quant_tensor import QuantSource, QuantTensor
 from qgraph.sites import Refusal, Site
 
@@ -42,7 +41,7 @@ def packed_source(site: Site, k: int) -> QuantSource | None:
 
 def _fused(site: Site, k: int, parts: dict[Part, ir.TensorProtocol]) -> StoredSource | None:
     """What the op's attributes and constants say."""
-    if site.op == "MatMulNBits" and any(site.node.inputs[4:5]):
+    if site.op == NBITS.op_type and NBITS.read(site.node, "order") is not None:
         return None  # its groups are not contiguous
     query = query_of(site)
     # Scales of 128 columns each; rows that share them hold copies.
@@ -67,8 +66,10 @@ def _constants(site: Site) -> dict[Part, ir.TensorProtocol]:
     """The packed constants that a site reads, in the order of the node's inputs."""
     node, op = site.node, reading_op(site.node)
     found: dict[Part, ir.TensorProtocol] = {}
-    for part, index in zip(PARTS, op.inputs if op is not None else (), strict=False):
-        value = node.inputs[index] if index < len(node.inputs) else None
+    if op is None:
+        return found
+    for part in op.parts:
+        value = op.read(node, part)
         producer = value.producer() if value is not None else None
         while value is not None and producer is not None and producer.op_type in _MOVES:
             value = producer.inputs[0]

@@ -9,9 +9,10 @@ from typing import Any
 
 from qgraph.activation_kinds import FP8_KINDS, INT8_AUTO
 from qgraph.adopted import ADOPTED
-from qgraph.capabilities import OWN_LINEAR
 from qgraph.coverage import Coverage
 from qgraph.kernel_choice import PORTABLE, kernel_of
+from qgraph.kernel_ops import OWN_LINEAR
+from qgraph.op_inputs import bare_name
 from qgraph.recipe import Recipe
 from qgraph.report import SCHEMA
 from qgraph.row_branches import MANY
@@ -296,5 +297,5 @@ def _without_many(item: Decision, refused: tuple[str, str] | None) -> Decision:
 
 def _is_own(planned: str | None, found: str) -> bool:
     """Whether the portable form that was found is what the target has a kernel for."""
-    name = OWN_LINEAR.partition("::")[2]
+    name = bare_name(OWN_LINEAR)
     return found == PORTABLE and planned is not None and planned.startswith(f"{name} ")

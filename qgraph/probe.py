@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -13,9 +12,9 @@ from qgraph.block_sums import BlockSums
 from qgraph.capabilities import FLOAT_ACTIVATIONS, INTEGERS
 from qgraph.formats.base import Array, Part
 from qgraph.integer_sites import IntegerProduct
+from qgraph.kernel_ops import Kind as Kind
+from qgraph.op_inputs import bare_name
 from qgraph.stored_weight import StoredWeight
-
-Kind = Literal["linear", "gather", "dequantize"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,7 @@ class KernelKey:
 
     def __str__(self) -> str:
         codes = f"bits={self.bits}" if self.numbers in INTEGERS else self.numbers
-        words = [self.op.rpartition("::")[2], f"[{self.n}, {self.k}]", codes]
+        words = [bare_name(self.op), f"[{self.n}, {self.k}]", codes]
         words += [f"block={self.block or 'row'}", "" if self.symmetric else "asymmetric"]
         words += [self.dtype, f"level={self.level}" if self.level else "", "sums" * self.sums]
         words += [f"{self.activations} activations"] * (self.activations != FLOAT_ACTIVATIONS)

@@ -21,6 +21,7 @@ from qgraph.errors import InputError
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
 from qgraph.kernel_choice import FOLDING_ENTRY, dividing_group
+from qgraph.kernel_ops import NBITS
 from qgraph.machine import peak_rss
 from qgraph.out_file import same_file, why_unwritable, write_file
 from qgraph.plan import IMPORTED, KEPT, UNSOLVED, Decision, QuantPlan
@@ -157,7 +158,7 @@ def _in_blocks(packed: Sequence[Decision]) -> list[str]:
         f"{spelled} has one scale to a row; its kernel ({kernel}) reads one to a block, so the "
         "row's is written once for each block"
         for spelled, kernel in found.items()
-        if str(kernel).startswith("MatMulNBits")
+        if str(kernel).startswith(NBITS.op_type)
     ]
 
 

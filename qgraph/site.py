@@ -17,6 +17,7 @@ from qgraph.formats.base import Array
 from qgraph.formats.onnx_function import DOMAIN
 from qgraph.formats.packing import is_turned, row_major
 from qgraph.integer_sites import IntegerProduct
+from qgraph.op_inputs import CONTRIB as CONTRIB
 from qgraph.view import View
 
 Role = Literal["linear", "head", "embedding", "experts"]
@@ -25,7 +26,6 @@ State = Literal["float", "dequantize", "qdq", "fused", "portable"]
 PACKED = ("fused", "portable")
 """States of a site that is one node reading packed codes."""
 QGRAPH_DOMAIN = DOMAIN
-CONTRIB = "com.microsoft"
 
 
 @dataclasses.dataclass(frozen=True)

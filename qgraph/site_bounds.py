@@ -25,6 +25,7 @@ from qgraph.formats.output_bound import (
     zeros_bound,
 )
 from qgraph.kernel_choice import query_of
+from qgraph.kernel_ops import NBITS
 from qgraph.packed_sources import packed_source
 from qgraph.quant_tensor import QuantSource
 from qgraph.site_pairs import SharedSite
@@ -187,7 +188,7 @@ class BoundedSite:
 
     def _zeros_left(self, x: Array, scales: Array) -> Array | float:
         """What int8 compute may leave of zero points, `[M, n]`."""
-        if self.candidate.op != "MatMulNBits" or query_of(self.candidate).level != 4:
+        if self.candidate.op != NBITS.op_type or query_of(self.candidate).level != 4:
             return 0.0
         slack = LEVEL_4_ZEROS * (1 << query_of(self.candidate).bits)
         return zeros_bound(x, scales, self.source.format.group, slack)
@@ -206,7 +207,7 @@ class BoundedSite:
         ONNX Runtime computes Q/DQ products of integers so by its own choice.
         """
         site = self.candidate
-        if site.op == "MatMulNBits":
+        if site.op == NBITS.op_type:
             query = query_of(site)
             return query.block if query.level == 4 else None
         integers = self.source.format.numbers in INTEGERS

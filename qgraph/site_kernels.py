@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 
 from qgraph.activation_kinds import FP8_KINDS
 from qgraph.adopted import ADOPTED
-from qgraph.capabilities import DEQUANTIZE_LINEAR, OWN_DEQUANTIZE, Answer, Capabilities, Query
+from qgraph.capabilities import Answer, Capabilities, Query
 from qgraph.errors import InputError
 from qgraph.formats.base import Format, Layout, parse
 from qgraph.kernel_choice import (
@@ -20,6 +20,7 @@ from qgraph.kernel_choice import (
     layout_of,
     spell_kernel,
 )
+from qgraph.kernel_ops import DEQUANTIZE_LINEAR, OWN_DEQUANTIZE
 from qgraph.ort_versions import spell
 from qgraph.plan import IMPORTED, Decision
 from qgraph.recipe import FLOAT, Recipe

@@ -13,6 +13,7 @@ import onnx
 from onnx import helper
 
 from qgraph.formats.base import Array
+from qgraph.op_inputs import CONTRIB
 from qgraph.runtimes.ort_session import open_session
 
 ROWS, N, K = (1, 17), 32, 64
@@ -38,7 +39,7 @@ def _model() -> bytes:
     }
     node = helper.make_node(
         "MatMulIntegerToFloat", ["x", "codes", "one", "scales"], ["y"], "probe",
-        domain="com.microsoft",
+        domain=CONTRIB,
     )  # fmt: skip
     graph = helper.make_graph(
         [node],
@@ -47,6 +48,6 @@ def _model() -> bytes:
         [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["M", N])],
         [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()],
     )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(CONTRIB, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     return bytes(model.SerializeToString())

@@ -12,20 +12,19 @@ import functools
 from typing import Any
 
 from qgraph.activation_kinds import INT8, INT8_AUTO, INT8_ROW, INT8_STATIC
-from qgraph.capabilities import (
+from qgraph.capabilities import INTEGERS, KernelRule
+from qgraph.errors import MissingExtra
+from qgraph.kernel_ops import (
     DEQUANTIZE_LINEAR,
     DYNAMIC_QUANTIZE_MATMUL,
     GATHER_BLOCK_QUANTIZED,
     INTEGER_MATMULS,
-    INTEGERS,
     MATMUL_BNB4,
     MATMUL_FP4,
     MATMUL_FP8,
     MATMUL_INTEGER_TO_FLOAT,
     MATMUL_NBITS,
-    KernelRule,
 )
-from qgraph.errors import MissingExtra
 from qgraph.runtimes.ort_bytes import mixed_signs_are_exact
 from qgraph.runtimes.ort_levels import level_is_real
 from qgraph.runtimes.ort_session import bindings, onnxruntime

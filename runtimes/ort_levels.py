@@ -13,6 +13,7 @@ import onnx
 from onnx import helper
 
 from qgraph.formats.base import Array
+from qgraph.op_inputs import CONTRIB
 from qgraph.runtimes.ort_session import open_session
 
 ROWS, N, K = 5, 32, 512
@@ -61,7 +62,7 @@ def _model(bits: int, block: int, dtype: str, symmetric: bool, level: int) -> by
     if not symmetric:
         constants["zeros"] = rng.integers(0, 256, (N, -(-count * bits // 8)), np.uint8)
     node = helper.make_node(
-        "MatMulNBits", ["x", *constants], ["y"], "probe", domain="com.microsoft",
+        "MatMulNBits", ["x", *constants], ["y"], "probe", domain=CONTRIB,
         K=K, N=N, bits=bits, block_size=block, accuracy_level=level,
     )  # fmt: skip
     float_type = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
@@ -72,6 +73,6 @@ def _model(bits: int, block: int, dtype: str, symmetric: bool, level: int) -> by
         [helper.make_tensor_value_info("y", float_type, ["M", N])],
         [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()],
     )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(CONTRIB, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     return bytes(model.SerializeToString())

@@ -11,9 +11,10 @@ import pytest
 
 import qgraph
 from qgraph import registry
-from qgraph.capabilities import MATMUL_NBITS, OWN_LINEAR, Capabilities, KernelRule, Query
+from qgraph.capabilities import Capabilities, KernelRule, Query
 from qgraph.formats.base import Layout, parse
 from qgraph.kernel_choice import best_kernel, format_of, is_portable, layout_of, spell_kernel
+from qgraph.kernel_ops import MATMUL_NBITS, OWN_LINEAR
 from qgraph.planning import make_plan
 from qgraph.recipe import Recipe
 

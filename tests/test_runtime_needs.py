@@ -19,10 +19,11 @@ from text_models import byte_tokenizer, tiny_llama
 
 import qgraph
 from qgraph import registry
-from qgraph.capabilities import GATHER_BLOCK_QUANTIZED, MATMUL_NBITS, Capabilities, Query
+from qgraph.capabilities import Capabilities, Query
 from qgraph.errors import CoverageError, InputError
 from qgraph.gate import check_opset
 from qgraph.generating import TextModel
+from qgraph.kernel_ops import GATHER_BLOCK_QUANTIZED, MATMUL_NBITS
 from qgraph.models import tiny
 from qgraph.ort_versions import (
     NEWEST,

@@ -5,16 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from qgraph import registry
-from qgraph.capabilities import (
-    GATHER_BLOCK_QUANTIZED,
-    INTEGERS,
-    MATMUL_NBITS,
-    OWN_LINEAR,
-    KernelRule,
-    Origin,
-    Query,
-)
+from qgraph.capabilities import INTEGERS, KernelRule, Origin, Query
 from qgraph.formats.base import variants
+from qgraph.kernel_ops import GATHER_BLOCK_QUANTIZED, MATMUL_NBITS, OWN_LINEAR
 
 BLOCKS = (16, 32, 64, 128, 256)
 _FLOATS = ("float32", "float16", "bfloat16")

@@ -7,15 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from qgraph.capabilities import (
-    DEQUANTIZE_LINEAR,
-    GATHER_BLOCK_QUANTIZED,
-    MATMUL_NBITS,
-    Capabilities,
-    KernelRule,
-    Query,
-)
+from qgraph.capabilities import Capabilities, KernelRule, Query
 from qgraph.errors import MissingExtra
+from qgraph.kernel_ops import DEQUANTIZE_LINEAR, GATHER_BLOCK_QUANTIZED, MATMUL_NBITS
 from qgraph.runtimes import ort_kernels
 from qgraph.runtimes.ort import CPU, CUDA, QDQ, level_difference, level_is_real
 

@@ -7,15 +7,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from qgraph.errors import InputError
+from qgraph.op_inputs import CONTRIB
 from qgraph.runtimes.torch.onnx_ops.attention import causal_mask, fused, rotate, spelled_out
 from qgraph.runtimes.torch.onnx_ops.convolution import conv
 from qgraph.runtimes.torch.onnx_ops.linear import gemm, multiply
 from qgraph.runtimes.torch.table import op
 
-MICROSOFT = "com.microsoft"
 
-
-@op("FusedMatMul", domain=MICROSOFT)
+@op("FusedMatMul", domain=CONTRIB)
 def fused_matmul(
     a: Tensor,
     b: Tensor,
@@ -38,7 +37,7 @@ def _arranged(x: Tensor, turned: int, batch: int) -> Tensor:
     return x.transpose(-1, -2) if turned else x
 
 
-@op("FusedGemm", domain=MICROSOFT)
+@op("FusedGemm", domain=CONTRIB)
 def fused_gemm(
     a: Tensor,
     b: Tensor,
@@ -58,7 +57,7 @@ def fused_gemm(
     return _activated(y, activation, (activation_alpha, activation_beta))
 
 
-@op("FusedConv", domain=MICROSOFT)
+@op("FusedConv", domain=CONTRIB)
 def fused_conv(
     x: Tensor,
     weight: Tensor,
@@ -110,7 +109,7 @@ def simplified_layer_normalization(
     return functional.rms_norm(x, x.shape[axis:], scale.to(x.dtype), epsilon)
 
 
-@op("SkipSimplifiedLayerNormalization", domain=MICROSOFT)
+@op("SkipSimplifiedLayerNormalization", domain=CONTRIB)
 def skip_simplified_layer_normalization(
     x: Tensor,
     skip: Tensor,
@@ -126,7 +125,7 @@ def skip_simplified_layer_normalization(
     return (y, None, None, total)[:outputs]
 
 
-@op("SkipLayerNormalization", domain=MICROSOFT)
+@op("SkipLayerNormalization", domain=CONTRIB)
 def skip_layer_normalization(
     x: Tensor,
     skip: Tensor,
@@ -143,31 +142,31 @@ def skip_layer_normalization(
     return (y, None, None, total)[:outputs]
 
 
-@op("Gelu", domain=MICROSOFT)
+@op("Gelu", domain=CONTRIB)
 def gelu(x: Tensor) -> Tensor:
     """X · Φ(x)."""
     return functional.gelu(x)
 
 
-@op("BiasGelu", domain=MICROSOFT)
+@op("BiasGelu", domain=CONTRIB)
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     """Gelu of x + bias."""
     return functional.gelu(x + bias)
 
 
-@op("FastGelu", domain=MICROSOFT)
+@op("FastGelu", domain=CONTRIB)
 def fast_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Gelu of x + bias, by tanh."""
     return functional.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
-@op("QuickGelu", domain=MICROSOFT)
+@op("QuickGelu", domain=CONTRIB)
 def quick_gelu(x: Tensor, *, alpha: float = 1.702) -> Tensor:
     """X · sigmoid(alpha x)."""
     return x * torch.sigmoid(alpha * x)
 
 
-@op("RotaryEmbedding", domain=MICROSOFT)
+@op("RotaryEmbedding", domain=CONTRIB)
 def rotary_embedding(
     x: Tensor,
     position_ids: Tensor,
@@ -192,7 +191,7 @@ def rotary_embedding(
     return result.transpose(1, 2).flatten(2) if flat else result
 
 
-@op("GroupQueryAttention", domain=MICROSOFT)
+@op("GroupQueryAttention", domain=CONTRIB)
 def group_query_attention(
     query: Tensor,
     key: Tensor | None,

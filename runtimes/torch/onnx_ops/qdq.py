@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qgraph.errors import InputError
+from qgraph.op_inputs import CONTRIB
 from qgraph.runtimes.torch.onnx_ops.cast import convert
 from qgraph.runtimes.torch.onnx_ops.host import DTYPES
 from qgraph.runtimes.torch.onnx_ops.linear import matmul_integer
@@ -31,7 +32,7 @@ def _spread(part: Tensor, x: Tensor, axis: int, block: int) -> Tensor:
 
 
 @op("DequantizeLinear")
-@op("DequantizeLinear", domain="com.microsoft")
+@op("DequantizeLinear", domain=CONTRIB)
 def dequantize_linear(
     x: Tensor,
     scale: Tensor,
@@ -55,7 +56,7 @@ def dequantize_linear(
 
 
 @op("QuantizeLinear")
-@op("QuantizeLinear", domain="com.microsoft")
+@op("QuantizeLinear", domain=CONTRIB)
 def quantize_linear(
     x: Tensor,
     scale: Tensor,

@@ -9,13 +9,14 @@ from torch.nn.functional import embedding, pad
 
 import qgraph.runtimes.torch.ops  # noqa: F401  (registers them)
 from qgraph.errors import InputError
+from qgraph.op_inputs import CONTRIB
 from qgraph.runtimes.torch.fp8_products import TOP
 from qgraph.runtimes.torch.onnx_ops.gathering import from_front
 from qgraph.runtimes.torch.onnx_ops.host import DTYPES
 from qgraph.runtimes.torch.table import op
 
 
-@op("MatMulNBits", domain="com.microsoft")
+@op("MatMulNBits", domain=CONTRIB)
 def matmul_nbits(
     x: Tensor,
     codes: Tensor,
@@ -60,7 +61,7 @@ def _name(bits: int, zeros: Tensor | None) -> str:
     return f"Int{bits}V1" if zeros is None else f"Uint{bits}V1"
 
 
-@op("GatherBlockQuantized", domain="com.microsoft")
+@op("GatherBlockQuantized", domain=CONTRIB)
 def gather_block_quantized(
     table: Tensor,
     ids: Tensor,
@@ -115,7 +116,7 @@ _BNB4 = ("Fp4V1", "Nf4V1")
 """By MatMulBnb4's quant_type."""
 
 
-@op("MatMulBnb4", domain="com.microsoft")
+@op("MatMulBnb4", domain=CONTRIB)
 def matmul_bnb4(
     x: Tensor,
     codes: Tensor,
@@ -150,7 +151,7 @@ def matmul_bnb4(
     return x @ flat.reshape(N, K).to(x.dtype).t()
 
 
-@op("MatMulBlockQuantizedFp8Weight", domain="com.microsoft")
+@op("MatMulBlockQuantizedFp8Weight", domain=CONTRIB)
 def matmul_fp8(
     x: Tensor,
     weight: Tensor,
@@ -182,7 +183,7 @@ def matmul_fp8(
     return torch.ops.qgraph.linear(x, codes, scales, None, bias, k, "Fp8E4m3V1")
 
 
-@op("MatMulBlockQuantizedFp4Weight", domain="com.microsoft")
+@op("MatMulBlockQuantizedFp4Weight", domain=CONTRIB)
 def matmul_fp4(
     x: Tensor,
     codes: Tensor,

@@ -12,9 +12,10 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 import qgraph
-from qgraph.capabilities import OWN_LINEAR, Query
+from qgraph.capabilities import Query
 from qgraph.errors import InputError
 from qgraph.formats.base import parse
+from qgraph.kernel_ops import OWN_LINEAR
 from qgraph.runtimes.base import ValueSpec
 from qgraph.runtimes.torch.kernels import _Ladder
 from qgraph.runtimes.torch.runtime import CPU, CUDA, HERE
