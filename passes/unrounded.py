@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qgraph.capabilities import DYNAMIC_QUANTIZE_MATMUL, MATMUL_INTEGER_TO_FLOAT
-from qgraph.passes.packed_linear import input_of
+from qgraph.kernel_ops import KernelOp, reading_op
 from qgraph.rewrite import Rewriter
 from qgraph.scopes import nodes
 
 PER_AXIS = 13
 """The opset from which on DequantizeLinear has a scale for each column."""
-_CODES = 1
-_PLACES = {DYNAMIC_QUANTIZE_MATMUL: (2, 3, 4), MATMUL_INTEGER_TO_FLOAT: (3, 5, 6)}
-"""Where a product reads the scales and zeros of its weight, and its bias."""
+_FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
 
 
 def unround(model: ir.Model) -> None:
@@ -31,24 +28,24 @@ def unround(model: ir.Model) -> None:
         return
     rewriter = Rewriter(model)
     for node in list(nodes(model.graph)):
-        places = _PLACES.get(f"{node.domain}::{node.op_type}")
-        x = node.inputs[0] if places is not None else None
+        op = reading_op(node)
+        if op is None or not op.is_integer:
+            continue
+        x = op.read(node, "x")
         rounding = x.producer() if x is not None else None
         if rounding is not None and rounding.op_type == "QuantizeLinear":
             x = rounding.inputs[0]
-        if places is None or x is None or x.dtype not in _FLOATS:
+        if x is None or x.dtype not in _FLOATS:
             continue
-        _replace(node, x, places, rewriter)
+        _replace(node, op, x, rewriter)
         if rounding is not None:
             rewriter.drop_unused([rounding])
 
 
-_FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
-
-
-def _replace(node: ir.Node, x: ir.Value, places: tuple[int, int, int], rewriter: Rewriter) -> None:
-    scales, zeros, bias = (input_of(node, place) for place in places)
-    codes, output = node.inputs[_CODES], node.outputs[0]
+def _replace(node: ir.Node, op: KernelOp, x: ir.Value, rewriter: Rewriter) -> None:
+    codes, scales = op.read(node, "codes"), op.read(node, "scales")
+    zeros, bias = op.read(node, "weight_zero"), op.read(node, "bias")
+    output = node.outputs[0]
     assert codes is not None and scales is not None
     weight = rewriter.node(
         "DequantizeLinear", [codes, scales, zeros], name=f"{node.name}/weight",
