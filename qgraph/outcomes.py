@@ -16,6 +16,7 @@ from qgraph.recipe import Recipe
 from qgraph.report import SCHEMA, Report, Step
 from qgraph.row_branches import MANY
 from qgraph.sites import Site
+from qgraph.size_times import SizeTimes
 
 ROWS_ORDERED = "rows_ordered_for"
 """What the metadata of a site names where its rows lie in the order of that other site."""
@@ -35,6 +36,7 @@ class Result:
     summary: the coverage line. files: what was written, the .onnx first.
     prediction: of time and memory; None where no solver is calibrated.
     lacks: why a plan cannot be carried out with what was given; the run itself would refuse.
+    times: that decided formats, by size of linear; the report's notes hold them in words.
     """
 
     graph: Graph
@@ -44,6 +46,7 @@ class Result:
     summary: str
     prediction: Prediction | None = None
     lacks: str = ""
+    times: tuple[SizeTimes, ...] = ()
 
 
 class Solved(Protocol):

@@ -108,8 +108,9 @@ def result(
         write_report(report, content if request.dry_run else lowering.report.to_json(), files)
     line = plan.coverage.line("quantized" if files else "would quantize", (before, after))
     return Result(
-        made.graph, plan, lowering.report, files, line, prepared.prediction, prepared.lacks
-    )
+        made.graph, plan, lowering.report, files, line, prepared.prediction, prepared.lacks,
+        prepared.times,
+    )  # fmt: skip
 
 
 def _experts_are_packed(graph: Graph) -> bool:

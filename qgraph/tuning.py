@@ -16,10 +16,9 @@ from qgraph.errors import CoverageError, InputError
 from qgraph.graph import Graph
 from qgraph.machine import cpu_name, usable_cores
 from qgraph.one_op import float_linear
-from qgraph.plan import QuantPlan
 from qgraph.prediction import matmul_rate
 from qgraph.progress import Progress
-from qgraph.purposes import candidates_of, plan_for, sizes_of
+from qgraph.purposes import PurposePlan, candidates_of, plan_for, sizes_of
 from qgraph.quant_tensor import QuantTensor
 from qgraph.recipe import FLOAT, Override, Recipe
 from qgraph.sites import Site
@@ -48,8 +47,8 @@ def plan_by_purpose(
     *,
     tune: bool,
     progress: Progress,
-) -> tuple[QuantPlan, list[str]]:
-    """The plan for the recipe's purpose, by this machine's times where there are any; notes.
+) -> PurposePlan:
+    """The plan for the recipe's purpose, by this machine's times where there are any.
 
     tune: measure what is missing, and keep it.
 
@@ -68,14 +67,15 @@ def plan_by_purpose(
         notes.append(
             f"--for {recipe.purpose} goes by rule: nothing was measured here; --tune measures"
         )
-    plan, times = plan_for(sites, recipe, capabilities, table, graph.model.graph)
+    found = plan_for(sites, recipe, capabilities, table, graph.model.graph)
+    plan = found.plan
     if recipe.last_logits:  # however long a prompt is, its head sees one row of it
         name = require_head(graph.model).linear.name
         few = dataclasses.replace(recipe, purpose="decode", activations=FLOAT, outliers=0)
-        own, _ = plan_for(sites, few, capabilities, table, graph.model.graph)
+        own = plan_for(sites, few, capabilities, table, graph.model.graph).plan
         decisions = tuple(own[d.site] if d.site == name else d for d in plan.decisions)
         plan = dataclasses.replace(plan, decisions=decisions)
-    return plan, [*notes, *times]
+    return PurposePlan(plan, (*notes, *found.notes), found.times)
 
 
 def fill(

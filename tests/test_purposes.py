@@ -66,7 +66,8 @@ def planned(
 ) -> tuple[QuantPlan, list[str]]:
     asked = Recipe(**{"min_elements": 1, **recipe})
     known = capabilities or CPU.capabilities()
-    return plan_for(graph.sites(), asked, known, measured, graph.model.graph)
+    found = plan_for(graph.sites(), asked, known, measured, graph.model.graph)
+    return found.plan, [*found.notes, *map(str, found.times)]
 
 
 def linear(graph: Any, measured: Table, **recipe: Any) -> Any:
