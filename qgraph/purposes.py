@@ -195,12 +195,11 @@ class _Choice:
         """The decision with the choice's reason, and with the second weight."""
         if not item.quantized:
             return item
-        detail = f"for {purpose}: {self.detail}"
-        detail = f"{item.detail}; {detail}" if item.detail else detail
+        item = dataclasses.replace(item, purpose=f"for {purpose}: {self.detail}")
         if self.slower and item.reason is None:
             item = dataclasses.replace(item, reason="SLOWER_THAN_FLOAT_AT_M")
         if not self.second or not integer.quantized:
-            return dataclasses.replace(item, detail=detail)
+            return item
         many = Many(
             from_rows,
             str(integer.format),
@@ -209,13 +208,8 @@ class _Choice:
             integer.packed_bytes,
             integer.outliers,
         )
-        added = f"from {from_rows} rows {many.kernel}, {many.more}"
-        return dataclasses.replace(
-            item,
-            many=many,
-            packed_bytes=item.packed_bytes + many.packed_bytes,
-            detail=f"{detail}; {added}",
-        )
+        size = item.packed_bytes + many.packed_bytes
+        return dataclasses.replace(item, many=many, packed_bytes=size)
 
 
 class _Choose:
