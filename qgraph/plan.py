@@ -11,7 +11,7 @@ from qgraph.activation_kinds import FP8_KINDS, INT8_AUTO
 from qgraph.adopted import ADOPTED
 from qgraph.capabilities import OWN_LINEAR
 from qgraph.coverage import Coverage
-from qgraph.kernel_choice import PORTABLE, kernel_of, spell_many
+from qgraph.kernel_choice import PORTABLE, kernel_of, read_kernel, spell_many
 from qgraph.recipe import Recipe
 from qgraph.report import SCHEMA
 from qgraph.row_branches import MANY
@@ -316,4 +316,4 @@ def _without_many(item: Decision, refused: tuple[str, str] | None) -> Decision:
 def _is_own(planned: str | None, found: str) -> bool:
     """Whether the portable form that was found is what the target has a kernel for."""
     name = OWN_LINEAR.partition("::")[2]
-    return found == PORTABLE and planned is not None and planned.startswith(f"{name} ")
+    return found == PORTABLE and planned is not None and read_kernel(planned).op == name

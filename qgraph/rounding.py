@@ -10,6 +10,7 @@ from onnx_ir import DataType
 
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, Format, QuantizedWeight
+from qgraph.formats.grouping import ScaleOverflow
 from qgraph.lost_weights import WIDER
 from qgraph.quant_tensor import Deviation, QuantSource, square_sum
 
@@ -39,12 +40,10 @@ class RoundingSource(QuantSource):
         rows = self.read(start, stop)
         try:
             found = self.round(rows, fitted)
-        except OverflowError as error:
+        except ScaleOverflow as error:
             self.check_finite(rows, start)
-            row, group = error.args[1]
             raise InputError(
-                f"weight {self.name}: row {start + row}, group {group}: "
-                f"{error.args[0].rpartition(': ')[2]}; "
+                f"weight {self.name}: {error.below(start)}; "
                 f"keep it in float with --exclude '{self.name}'{self.wider}"
             ) from None
         if not np.isfinite(found.scales).all():

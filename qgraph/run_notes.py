@@ -14,13 +14,13 @@ import onnx_ir as ir
 
 from qgraph.activation_kinds import STATIC_KINDS
 from qgraph.adopted import ADOPTED
-from qgraph.capabilities import INTEGERS
+from qgraph.capabilities import INTEGERS, MATMUL_NBITS
 from qgraph.constants import FLOATS
 from qgraph.coverage import LINEAR_ROLES, NOT_COUNTED
 from qgraph.errors import InputError
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
-from qgraph.kernel_choice import FOLDING_ENTRY, dividing_group
+from qgraph.kernel_choice import FOLDING_ENTRY, dividing_group, read_kernel
 from qgraph.machine import peak_rss
 from qgraph.out_file import same_file, why_unwritable, write_file
 from qgraph.plan import IMPORTED, KEPT, UNSOLVED, Decision, QuantPlan
@@ -152,13 +152,18 @@ def _adopted(plan: QuantPlan) -> list[str]:
 def _in_blocks(packed: Sequence[Decision]) -> list[str]:
     """What a kernel's block is to a format with one scale to a row."""
     whole = {i.format: i.kernel for i in packed if parse(str(i.format)).group == 0 and i.kernel}
-    found = {spelled: kernel for spelled, kernel in whole.items() if "block=" in str(kernel)}
+    found = {spelled: kernel for spelled, kernel in whole.items() if _repeats_scales(kernel)}
     return [
         f"{spelled} has one scale to a row; its kernel ({kernel}) reads one to a block, so the "
         "row's is written once for each block"
         for spelled, kernel in found.items()
-        if str(kernel).startswith("MatMulNBits")
     ]
+
+
+def _repeats_scales(kernel: str) -> bool:
+    """Whether it reads a scale for each block."""
+    spelled = read_kernel(kernel)
+    return spelled.block is not None and spelled.op == MATMUL_NBITS.partition("::")[2]
 
 
 def _padded(chosen: Sequence[Decision]) -> list[str]:
