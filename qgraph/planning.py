@@ -31,6 +31,7 @@ from qgraph.sites import PACKED, Refusal, Site
 from qgraph.solver_names import parts_of
 from qgraph.wanted_format import embedding_format, parse_with, wanted_format
 from qgraph.weight_copies import with_costs
+from qgraph.wording import counted
 
 _QUANTIZED = ("qdq", "dequantize")
 
@@ -225,7 +226,7 @@ class _Planner:
         if site.weight.root.is_graph_output():
             return "GRAPH_OUTPUT", f"{site.weight_name} is an output of the graph"
         if site.n * site.k < max(1, self.recipe.min_elements):
-            return "WEIGHT_TOO_SMALL", f"{site.n * site.k} elements"
+            return "WEIGHT_TOO_SMALL", counted(site.n * site.k, "element")
         if site.dtype is None:
             return "DTYPE_HAS_NO_KERNEL", "the type of its activation is not known"
         return None

@@ -20,6 +20,7 @@ from qgraph.run_request import Destination, Request
 from qgraph.run_stages import RunStages
 from qgraph.sites import Site
 from qgraph.size_times import SizeTimes
+from qgraph.wording import counted
 from qgraph.work_folder import WorkFolder
 
 if TYPE_CHECKING:
@@ -174,5 +175,5 @@ class Preparation:
         self.stages.start("calibration data")
         found = request.data.load(request.runtime, self.graph.origin, self.stages.progress)
         self.notes += found.notes
-        self.stages.progress.finish(f"{found.tokens} tokens")
+        self.stages.progress.finish(counted(found.tokens, "token"))
         return found

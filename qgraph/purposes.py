@@ -26,6 +26,7 @@ from qgraph.rounded_activations import OF_INTEGER_KERNELS
 from qgraph.sites import Site
 from qgraph.size_times import RowTimes, SizeTimes
 from qgraph.tune_table import Candidate, Measured, Table
+from qgraph.wording import counted
 
 FEW, PROMPT = 1, 256
 """The rows that stand for decoding, and for a prompt."""
@@ -153,8 +154,8 @@ def _unmeasured(choices: Mapping[str, _Choice], purpose: str, table: Table) -> l
     if not count or not table.seconds:
         return []
     return [
-        f"--for {purpose} goes by rule for {count} of {len(choices)} linears: what they could be "
-        "was not all measured here; --tune measures"
+        f"--for {purpose} goes by rule for {count} of {counted(len(choices), 'linear')}: what they "
+        "could be was not all measured here; --tune measures"
     ]
 
 

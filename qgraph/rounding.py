@@ -13,6 +13,7 @@ from qgraph.formats.base import Array, Format, QuantizedWeight
 from qgraph.formats.grouping import ScaleOverflow
 from qgraph.lost_weights import WIDER
 from qgraph.quant_tensor import Deviation, QuantSource, square_sum
+from qgraph.wording import counted
 
 
 class RoundingSource(QuantSource):
@@ -87,8 +88,8 @@ class RoundingSource(QuantSource):
         row, column = (int(i) for i in bad[0])
         raise InputError(
             f"weight {self.name}: NON_FINITE_WEIGHT: {rows[row, column]} at row {start + row}, "
-            f"column {column} ({len(bad)} such values in {len(rows)} rows); repair the "
-            f"checkpoint, or keep it as it is with --exclude '{self.name}'"
+            f"column {column} ({counted(len(bad), 'such value')} in {counted(len(rows), 'row')}); "
+            f"repair the checkpoint, or keep it as it is with --exclude '{self.name}'"
         )
 
     def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:

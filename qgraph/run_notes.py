@@ -29,6 +29,7 @@ from qgraph.saved_file import check_output
 from qgraph.sites import Site
 from qgraph.solver_names import without_data
 from qgraph.traits import traits_of
+from qgraph.wording import counted, plural
 
 TOKENS_A_CHANNEL = 4
 """Of independent noise, GPTQ on as many tokens as K channels loses half as much again as rounding
@@ -109,7 +110,8 @@ def plan_notes(plan: QuantPlan) -> list[str]:
     notes += _second_weights(plan)
     kept = sum(item.solver == KEPT for item in plan.decisions)
     if kept:
-        notes.append(f"{kept} sites came packed and stay as they are, whatever was asked for")
+        stay = plural(kept, "stays as it is", "stay as they are")
+        notes.append(f"{counted(kept, 'site')} came packed and {stay}, whatever was asked for")
     notes += _adopted(plan)
     if plan.recipe.dequantize_at_load:
         notes.append(_at_load(plan))
@@ -143,9 +145,10 @@ def _adopted(plan: QuantPlan) -> list[str]:
     if not others:
         return []
     kinds = ", ".join(sorted({str(fmt) for fmt in others}))
+    keep = plural(len(others), "keeps its", "keep their")
     return [
-        f"{len(others)} sites came as Q/DQ and keep their codes ({kinds}), whatever format, solver "
-        "or activations were asked for: start from the float model to change them"
+        f"{counted(len(others), 'site')} came as Q/DQ and {keep} codes ({kinds}), whatever format, "
+        "solver or activations were asked for: start from the float model to change them"
     ]
 
 
@@ -192,9 +195,9 @@ def _second_weights(plan: QuantPlan) -> list[str]:
     size = sum(each.packed_bytes for each in many) / 1e6
     whole = sum(item.packed_bytes for item in plan.decisions if item.shared_with is None) / 1e6
     return [
-        f"{len(many)} linears have a second weight, for {many[0].from_rows} rows and more: "
-        f"{size:.1f} of {whole:.1f} MB of packed weights; `qgraph bench` with --rows says what it "
-        "gains, --for decode or prefill does without"
+        f"{counted(len(many), 'linear has', 'linears have')} a second weight, for "
+        f"{many[0].from_rows} rows and more: {size:.1f} of {whole:.1f} MB of packed weights; "
+        "`qgraph bench` with --rows says what it gains, --for decode or prefill does without"
     ]
 
 
@@ -206,7 +209,10 @@ def _at_load(plan: QuantPlan) -> str:
         if item.quantized and item.solver != KEPT and item.role in LINEAR_ROLES
     ]
     size = sum(item.float_bytes for item in linears) / 1e6
-    words = f"{len(linears)} linears become floats when the model is loaded: {size:.1f} MB"
+    become = plural(len(linears), "becomes", "become")
+    words = (
+        f"{counted(len(linears), 'linear')} {become} floats when the model is loaded: {size:.1f} MB"
+    )
     if not traits_of(plan.target).spells_qdq:
         return f"{words} of memory, and the speed of float"
     return f"{words} of memory, where the session entry {FOLDING_ENTRY} is set; else at each call"
@@ -266,10 +272,10 @@ def thin_data_notes(seen: Mapping[str, tuple[int, int]], plan: QuantPlan) -> lis
         return []
     tokens, k, site = min(thin, key=lambda each: each[0] / each[1])
     return [
-        f"calibration: {len(thin)} linears were solved on fewer than {TOKENS_A_CHANNEL} tokens for "
-        f"each input channel, at worst {tokens} for K = {k} ({site}): solvers learn so few by "
-        "heart, and other text can lose more than with rounding; give more --samples, or longer "
-        "ones (--sequence)"
+        f"calibration: {counted(len(thin), 'linear was', 'linears were')} solved on fewer than "
+        f"{TOKENS_A_CHANNEL} tokens for each input channel, at worst {tokens} for K = {k} "
+        f"({site}): solvers learn so few by heart, and other text can lose more than with "
+        "rounding; give more --samples, or longer ones (--sequence)"
     ]
 
 

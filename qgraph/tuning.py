@@ -24,6 +24,7 @@ from qgraph.recipe import FLOAT, Override, Recipe
 from qgraph.sites import Site
 from qgraph.timing import ROUND_SECONDS
 from qgraph.tune_table import Candidate, Machine, Measured, Table, load
+from qgraph.wording import counted
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
@@ -104,8 +105,8 @@ def fill(
             _measure(table, n, k, dtype, ways, again, runtime)
             table.save()
         progress.advance(done)
-    words = f"{count} times measured" if count else "all times were known"
-    progress.finish(f"{words}, {len(sizes)} sizes, kept in {table.machine.file}")
+    words = f"{counted(count, 'time')} measured" if count else "all times were known"
+    progress.finish(f"{words}, {counted(len(sizes), 'size')}, kept in {table.machine.file}")
 
 
 def _announce(
@@ -128,8 +129,9 @@ def _announce(
     # A round takes at least its time, and a way has to be made and opened: about as long.
     once = [max(ROUND_SECONDS, 2 * n * k * rows / rate) for n, k, rows in lacking]
     each_way = sum((ROUNDS + 2) * each + ROUND_SECONDS for each in once)
+    sizes_lacking = len({size[:2] for size in lacking})
     seconds = (len(ways) + REMATCHES * len(ways) / 2) * each_way
-    words = f"{len(lacking) * len(ways)} times of {len({size[:2] for size in lacking})} sizes"
+    words = f"{counted(len(lacking) * len(ways), 'time')} of {counted(sizes_lacking, 'size')}"
     progress.finish(f"{words}, about {seconds:.0f} s")
 
 

@@ -201,7 +201,7 @@ def test_of_a_body_what_it_hands_on_is_compared(tmp_path: Path) -> None:
     assert 0 < by_name(found)["head"].error < 0.2
     inside, kernel = found.notes
     assert inside == "2 sites stand in bodies of If, Loop or Scan: not compared (up, down)"
-    assert kernel.startswith("1 sites have another kernel for many rows")
+    assert kernel.startswith("1 site has another kernel for many rows")
 
 
 def test_a_site_that_is_gone_is_named(pair: Sequence[Path]) -> None:

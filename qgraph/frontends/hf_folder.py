@@ -13,6 +13,7 @@ from qgraph import torch_onnx
 from qgraph.errors import InputError
 from qgraph.frontends import hf_config, hf_module, hf_weights, torch_export
 from qgraph.frontends.torch_export import Loaded
+from qgraph.wording import counted, plural
 
 _TOKENS = {0: "batch", 1: "sequence"}
 _TARGET = {0: "batch", 1: "target_sequence"}
@@ -90,8 +91,9 @@ def _module(
     unused = sorted(info["unexpected_keys"])
     if unused:
         notes.append(
-            f"{len(unused)} tensors of {folder} have no place in its {type(module).__name__} and "
-            f"were left out: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''}"
+            f"{counted(len(unused), 'tensor')} of {folder} {plural(len(unused), 'has', 'have')} no "
+            f"place in its {type(module).__name__} and {plural(len(unused), 'was', 'were')} left "
+            f"out: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''}"
         )
     for part in module.modules():  # encoder and decoder may have configurations of their own
         if hasattr(getattr(part, "config", None), "use_cache"):

@@ -12,6 +12,7 @@ from typing import Any
 from qgraph.errors import InputError, one_line
 from qgraph.expert_sites import GATHERED
 from qgraph.frontends import hf_config, hf_weights
+from qgraph.wording import counted
 
 
 def load(
@@ -111,7 +112,7 @@ def check_keys(
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(
-            f"{folder} lacks {len(missing)} weights of its {name}, such as "
+            f"{folder} lacks {counted(len(missing), 'weight')} of its {name}, such as "
             f"{missing[0]}: download all of its safetensors"
         )
     own = {key for key, item in module.named_parameters() if item.is_floating_point()}
