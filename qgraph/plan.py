@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+import onnx_ir as ir
 
 from qgraph.activation_kinds import FP8_KINDS, INT8_AUTO
 from qgraph.adopted import ADOPTED
 from qgraph.capabilities import OWN_LINEAR
 from qgraph.coverage import Coverage
-from qgraph.kernel_choice import PORTABLE, kernel_of, read_kernel, spell_many
+from qgraph.formats.base import parse
+from qgraph.kernel_choice import PORTABLE, kernel_of, layout_of, query_of, read_kernel, spell_many
 from qgraph.recipe import Recipe
 from qgraph.report import SCHEMA
 from qgraph.row_branches import MANY
@@ -58,6 +61,7 @@ class Decision:
     activations: how its input is rounded, as `Recipe.activations` spells it; None for floats.
     outliers: how many of its input columns stay in float at most.
     many: a second weight, for many rows; `packed_bytes` counts both.
+    widened: how many of the packed bytes are there because scales became float32.
     remark: what there is to say beside the reason; `detail` is that and all the rest.
     purpose: why the format is good for the recipe's purpose, where it was chosen for that.
     scales: how the scales of its inputs were chosen, where that was left to calibration.
@@ -82,6 +86,7 @@ class Decision:
     activations: str | None = None
     outliers: int = 0
     many: Many | None = None
+    widened: int = 0
     purpose: str = ""
     scales: tuple[str, ...] = ()
 
@@ -100,7 +105,7 @@ class Decision:
         found = {
             "detail" if key == "remark" else key: v for key, v in dataclasses.asdict(self).items()
         }
-        del found["purpose"], found["scales"]
+        del found["purpose"], found["scales"], found["widened"]
         return {**found, "detail": self.detail}
 
     @property
@@ -162,7 +167,7 @@ class QuantPlan:
         decisions = [
             dataclasses.replace(
                 item.because(*refused[item.site]), many=None, format=None, solver=None, kernel=None,
-                shared_with=None, packed_bytes=0, activations=None, outliers=0,
+                shared_with=None, packed_bytes=0, widened=0, activations=None, outliers=0,
             )
             if item.site in refused
             else _without_many(item, refused.get(item.site + MANY))
@@ -220,6 +225,20 @@ class QuantPlan:
             if item.site in failed and item.quantized:
                 item = item.because(*failed[item.site])
             decisions.append(item)
+        return dataclasses.replace(self, decisions=tuple(decisions))
+
+    def widened(self, sites: Sequence[Site], names: Collection[str]) -> QuantPlan:
+        """This plan with what scales take in float32.
+
+        sites: of the lowered graph. names: those whose products became float32; of the others
+            nothing does, whatever this plan says of an earlier graph.
+        """
+        found = {site.name: site for site in sites if site.name in names}
+        decisions = []
+        for item in self.decisions:
+            more = _wider(item, found[item.site]) if item.site in found else 0
+            size = item.packed_bytes - item.widened + more
+            decisions.append(dataclasses.replace(item, packed_bytes=size, widened=more))
         return dataclasses.replace(self, decisions=tuple(decisions))
 
     def scaled(self, sites: Sequence[Site], why: Mapping[str, str]) -> QuantPlan:
@@ -299,7 +318,7 @@ def _for_many(item: Decision) -> Decision:
     return dataclasses.replace(
         item, site=item.site + MANY, many=None, format=many.format,
         activations=many.activations, kernel=many.kernel, packed_bytes=many.packed_bytes,
-        outliers=many.outliers, solver="rtn", shared_with=None,
+        widened=0, outliers=many.outliers, solver="rtn", shared_with=None,
     )  # fmt: skip
 
 
@@ -311,6 +330,19 @@ def _without_many(item: Decision, refused: tuple[str, str] | None) -> Decision:
     detail = f"no second weight for many rows: {refused[1]}"
     item = item.because(refused[0], detail)
     return dataclasses.replace(item, many=None, packed_bytes=size)
+
+
+def _wider(item: Decision, site: Site) -> int:
+    """How many bytes more its weight takes with scales in float32; 0 where nothing was planned."""
+    if item.format is None or item.solver == KEPT:
+        return 0
+    fmt = parse(item.format)
+    layout = layout_of(fmt, query_of(site))
+    wide, half = (
+        sum(spec.nbytes for spec in fmt.parts(item.n, item.k, dtype, layout).values())
+        for dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+    )
+    return wide - half
 
 
 def _is_own(planned: str | None, found: str) -> bool:
