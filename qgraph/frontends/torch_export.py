@@ -18,10 +18,14 @@ from qgraph.wording import counted
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A model as torch exported it, and what a user should know of it."""
+    """A model as torch exported it, and what a user should know of it.
+
+    gathers_experts: whether routed experts are products of gathered weights.
+    """
 
     model: ir.Model
     notes: tuple[str, ...] = ()
+    gathers_experts: bool = False
 
 
 def load(

@@ -88,6 +88,7 @@ def test_the_graph_computes_what_transformers_does(tmp_path: Path, kind: str) ->
     assert [value.name for value in graph.model.graph.inputs] == list(feeds)
     assert len(graph.sites()) == sites
     gathers = any("each token gathers the weights of its experts" in note for note in graph.notes)
+    assert graph.gathers_experts == gathers
     assert gathers == (kind in ("mixtral", "gpt-oss", "qwen3-moe"))
     assert tmp_path / "model" / "model.safetensors" in graph.files
     found = qgraph.open(graph).run(feeds)
