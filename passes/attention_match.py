@@ -14,6 +14,7 @@ from qgraph.passes.attention_probe import Frame
 from qgraph.passes.fuse_rotary import NoTableError, Rotary, Table, read_table, rotary_of
 from qgraph.passes.fusion import FusionContext
 from qgraph.passes.matching import made_by
+from qgraph.wording import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +48,12 @@ class Attention:
     def summary(self) -> str:
         """What it is, in words."""
         words = [
-            f"{self.heads} heads" + (f" over {self.groups}" if self.groups != self.heads else "")
+            counted(self.heads, "head")
+            + (f" over {self.groups}" if self.groups != self.heads else "")
         ]
-        words += [f"rotary embedding of {self.table.rows} positions"] if self.table else []
+        words += (
+            [f"rotary embedding of {counted(self.table.rows, 'position')}"] if self.table else []
+        )
         words += ["cache"] if self.past else []
         words += ["causal"] if self.mask.causal else []
         words += [f"window of {self.mask.window}"] if self.mask.window else []

@@ -48,6 +48,7 @@ class Findings:
     differing: sites that could be put together, but for kernels that one of them failed: whether
         they still wait for one that all of them pass.
     unfused: by node, why an attention stays as it came.
+    widened: sites whose product became one of float32, its scales too.
     cache: what `quantize_cache` found of keys and values, and of what rounding them costs.
     """
 
@@ -67,6 +68,7 @@ class Findings:
     apart: set[str] = dataclasses.field(default_factory=set)
     differing: dict[tuple[str, ...], bool] = dataclasses.field(default_factory=dict)
     unfused: dict[str, str] = dataclasses.field(default_factory=dict)
+    widened: frozenset[str] = frozenset()
     cache: Any = None
 
 

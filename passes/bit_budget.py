@@ -187,7 +187,7 @@ class BitBudget:
         plan = make_plan(self.sites, self.recipe, self.capabilities, chosen=chosen)
         details = self.problem.details(options, self.factor)
         decisions = [
-            dataclasses.replace(item, detail=_joined(item.detail, details[item.site]))
+            dataclasses.replace(item, remark=_joined(item.remark, details[item.site]))
             if item.site in details
             else item
             for item in plan.decisions

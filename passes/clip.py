@@ -36,7 +36,7 @@ def fit(rows: Tensor, hessian: Tensor, fmt: Format, dtype: ir.DataType) -> Quant
         dtype: in which the scales are stored.
 
     Raises:
-        OverflowError: a scale does not fit `dtype`; `args[1]` is (row, group).
+        ScaleOverflow: a scale does not fit `dtype`.
     """
     k = rows.shape[1]
     blocks = _blocks(hessian, fmt.group or k)

@@ -48,7 +48,7 @@ def fit(
         importance: h, float32 `[K]`, > 0; see `importance`. None where all columns count alike.
 
     Raises:
-        OverflowError: a scale does not fit `dtype`; `args[1]` is (row, group).
+        ScaleOverflow: a scale does not fit `dtype`.
     """
     parts = []
     for tile in tiles(rows, TILE):

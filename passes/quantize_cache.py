@@ -36,6 +36,7 @@ from qgraph.passes.one_kernel import waiting
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.row_branches import within
+from qgraph.wording import counted
 
 _SCALES = GROUPED_QUERY.place("k_scale"), GROUPED_QUERY.place("v_scale")
 _KINDS = ("k_quant_type", "v_quant_type")
@@ -92,7 +93,7 @@ class CacheFinding:
             noise = f"; rounded activations make {self.noise:.2g} of any change, however small"
         return (
             f"{found}; KL divergence {self.divergence:.2g} from the same model with a float cache, "
-            f"on {self.held} tokens {where}{noise}"
+            f"on {counted(self.held, 'token')} {where}{noise}"
         )
 
     def to_json(self) -> dict[str, object]:

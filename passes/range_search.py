@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qgraph.formats.base import Format, QuantizedWeight
+from qgraph.formats.grouping import ScaleOverflow
 from qgraph.passes.codebook import Codebook, codebook, has_float_zeros
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def search(
         tile: weights at once.
 
     Raises:
-        OverflowError: a scale does not fit `dtype`; `args[1]` is (row, group).
+        ScaleOverflow: a scale does not fit `dtype`.
     """
     parts = []
     for part in tiles(rows, tile):
@@ -74,10 +75,8 @@ def rows_from(start: int) -> Iterator[None]:
     """Let what does not fit be named by its row in the weight, for rows that begin at `start`."""
     try:
         yield
-    except OverflowError as error:
-        (row, group), why = error.args[1], error.args[0].rpartition(": ")[2]
-        at = (start + row, group)
-        raise OverflowError(f"row {at[0]}, group {group}: {why}", at) from None
+    except ScaleOverflow as error:
+        raise error.below(start) from None
 
 
 def _search(

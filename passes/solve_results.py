@@ -20,6 +20,7 @@ from qgraph.passes.solved import SolvedSource, Transform
 from qgraph.plan import UNSOLVED, Decision, QuantPlan
 from qgraph.sites import Site
 from qgraph.stages import cut
+from qgraph.wording import counted
 from qgraph.work_folder import (
     HASHED,
     WEIGHT,
@@ -97,7 +98,7 @@ def asked_of(options: Options, plan: QuantPlan, target: str) -> dict[str, str]:
 
 def _spelled(decision: Decision) -> str:
     inputs = f" on {decision.activations}" if decision.activations else ""
-    inputs += f" but {decision.outliers} columns" if decision.outliers else ""
+    inputs += f" but {counted(decision.outliers, 'column')}" if decision.outliers else ""
     return f"{decision.format} by {decision.solver}{inputs}"
 
 

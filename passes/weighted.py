@@ -36,7 +36,7 @@ def fit(rows: Tensor, curvature: Tensor, fmt: Format, dtype: ir.DataType) -> Qua
         dtype: in which the scales are stored.
 
     Raises:
-        OverflowError: a scale does not fit `dtype`; `args[1]` is (row, group).
+        ScaleOverflow: a scale does not fit `dtype`.
     """
     import torch
 

@@ -63,6 +63,7 @@ class WidenProducts(Pass):
         found = [node for node in nodes(graph.model.graph) if _is_wrong(node)]
         for node in found:
             wide.widen(node)
+        context.findings.widened = frozenset(str(node.name) for node in found)
         rule = f"float16 → float32 {NBITS.op_type}"
         why = "between ops in float32 the kernel of int8 activations is wrong in float16"
         return [Step(self.name, rule, str(node.name), "done", None, why) for node in found]

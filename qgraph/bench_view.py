@@ -11,6 +11,7 @@ from qgraph.comparison_view import bar
 from qgraph.console import print_line, print_table
 from qgraph.decode_result import DecodeBench
 from qgraph.timing import Ratio
+from qgraph.wording import counted
 
 _BAR = 24
 
@@ -21,8 +22,7 @@ def render(bench: Bench, console: Console) -> None:
     _heading(console, f"whole model, rows = {_AXES[bench.axis]}")
     _table(console, bench.whole, kernels=False)
     for site in bench.sites:
-        count = "1 linear" if site.count == 1 else f"{site.count} linears"
-        _heading(console, f"{site.n}×{site.k}, {count} as {site.name}")
+        _heading(console, f"{site.n}×{site.k}, {counted(site.count, 'linear')} as {site.name}")
         _table(console, site.rows, kernels=True)
     for note in bench.notes:
         print_line(console, f"note: {note}")
@@ -33,11 +33,11 @@ def print_sides(console: Console, names: Sequence[str], bench: Bench | DecodeBen
     first, *others = names
     against = f" against {' · '.join(others)}" if others else ""
     print_line(console, f"{first}{against}", style="bold")
-    threads = f"{bench.threads} threads" if bench.threads else "threads by default"
+    threads = counted(bench.threads, "thread") if bench.threads else "threads by default"
     print_line(
         console,
-        f"{bench.cpu} · {bench.runtime} · {threads} · {bench.rounds} rounds, sides turn by turn · "
-        "× is the side's time over the model's, with the range over the rounds",
+        f"{bench.cpu} · {bench.runtime} · {threads} · {counted(bench.rounds, 'round')}, sides turn "
+        "by turn · × is the side's time over the model's, with the range over the rounds",
     )
 
 

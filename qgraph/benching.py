@@ -22,6 +22,7 @@ from qgraph.progress import Progress, Silent
 from qgraph.runtimes.feeds import axis_of, feeds_of
 from qgraph.sites import PACKED, Site
 from qgraph.timing import interleave
+from qgraph.wording import counted, plural
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Model, Runtime, Session
@@ -188,7 +189,8 @@ def _sites(
             measured = tuple(measure.alone(models, rows))
             found.append(SiteBench(site.name, op, n, k, kernel, len(sites), measured))
         steps.advance(done)
-    steps.finish(f"{len(found)} of {sum(map(len, alike.values()))} linears stand for all")
+    linears, stand = sum(map(len, alike.values())), plural(len(found), "stands", "stand")
+    steps.finish(f"{len(found)} of {counted(linears, 'linear')} {stand} for all")
     return found
 
 

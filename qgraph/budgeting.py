@@ -26,6 +26,7 @@ from qgraph.plan import QuantPlan
 from qgraph.recipe import Recipe
 from qgraph.run_notes import write_report
 from qgraph.sites import Site
+from qgraph.wording import counted
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
@@ -268,7 +269,7 @@ class Judge:
     @property
     def _held(self) -> str:
         count = sum(1 for _ in samples_of(self.held_out))
-        return f"{count} sample{'' if count == 1 else 's'} ({self.held_out.tokens} tokens)"
+        return f"{counted(count, 'sample')} ({counted(self.held_out.tokens, 'token')})"
 
     @property
     def chosen(self) -> str:

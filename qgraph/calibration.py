@@ -26,6 +26,7 @@ from qgraph.text import (
     longest_sample,
     read_samples,
 )
+from qgraph.wording import counted
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
@@ -68,8 +69,9 @@ class Calibration:
         dead = {site: zeros for site, (_, zeros) in statistics.items() if zeros}
         worst = max(dead, key=lambda site: dead[site], default="")
         note = (
-            f"calibration: {len(dead)} linears have input channels that are zero on all "
-            f"tokens, at most {dead.get(worst)} ({worst}): more, or more varied, data tells more"
+            f"calibration: {counted(len(dead), 'linear has', 'linears have')} input channels that "
+            f"are zero on all tokens, at most {dead.get(worst)} ({worst}): more, or more varied, "
+            "data tells more"
         )
         sites = {
             site: {"tokens": tokens, "dead_channels": zeros}
@@ -113,8 +115,8 @@ class CalibrationData:
     def __post_init__(self) -> None:
         if self.samples < 1 or self.sequence < 2:
             raise InputError(
-                f"{self.samples} calibration samples of {self.sequence} tokens: wanted at least "
-                "1 sample of 2 tokens"
+                f"{counted(self.samples, 'calibration sample')} of "
+                f"{counted(self.sequence, 'token')}: wanted at least 1 sample of 2 tokens"
             )
         texts = [source.name for source in self.sources.found if source.kind == "text"]
         if texts and self.encoder is None:
@@ -249,8 +251,7 @@ def _is_flags(mask: NDArray[Any]) -> bool:
 
 def _line(source: Source, feeds: Sequence[Arrays]) -> str:
     tokens = sum(_counted(feed, _mask(feed)) for feed in feeds)
-    plural = "" if len(feeds) == 1 else "s"
-    return f"{source.name}: {len(feeds)} sample{plural}, {tokens} tokens"
+    return f"{source.name}: {counted(len(feeds), 'sample')}, {counted(tokens, 'token')}"
 
 
 def joined(samples: Sequence[Arrays], rows: int = BATCH_ROWS) -> list[Arrays]:

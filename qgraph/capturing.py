@@ -108,7 +108,9 @@ def _from_path(path: Path, trust: bool, opset: int | None) -> Graph:
 
         return _canonical(load(path), path)
     loaded = torch_files.load(path, kind, trust, opset)
-    return _with_names(_canonical(loaded.model, notes=loaded.notes, inputs=loaded.files))
+    graph = _canonical(loaded.model, notes=loaded.notes, inputs=loaded.files)
+    graph.gathers_experts = loaded.gathers_experts
+    return _with_names(graph)
 
 
 def _from_torch(
@@ -138,7 +140,9 @@ def _from_torch(
 
 def from_loaded(loaded: Loaded) -> Graph:
     """The graph of a model that torch exported."""
-    return _with_names(_canonical(loaded.model, notes=loaded.notes))
+    graph = _canonical(loaded.model, notes=loaded.notes)
+    graph.gathers_experts = loaded.gathers_experts
+    return _with_names(graph)
 
 
 def _is_torch(source: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from qgraph.errors import InputError
 from qgraph.formats.base import Array
 from qgraph.scopes import scopes
 from qgraph.selectors import ALIASES
+from qgraph.wording import counted, plural
 
 if TYPE_CHECKING:
     from qgraph.checkpoints.base import FloatTensor
@@ -47,18 +48,21 @@ class Taken:
         found = []
         if self.replaced:
             found.append(
-                f"{len(self.replaced)} float constants have the checkpoint's values in place of "
-                f"the graph's: {some(self.replaced, shown)}"
+                f"{_so_many(self.replaced)} {plural(len(self.replaced), 'has', 'have')} the "
+                f"checkpoint's values in place of the graph's: {some(self.replaced, shown)}"
             )
         if self.missing:
             found.append(
-                f"{len(self.missing)} float constants are not in the checkpoint and stay as the "
-                f"graph has them: {some(self.missing, shown)}"
+                f"{_so_many(self.missing)} {plural(len(self.missing), 'is', 'are')} not in the "
+                f"checkpoint and {plural(len(self.missing), 'stays', 'stay')} as the graph has "
+                f"{plural(len(self.missing), 'it', 'them')}: {some(self.missing, shown)}"
             )
         if self.unused:
             found.append(
-                f"{len(self.unused)} float tensors of the checkpoint are not in the graph, which "
-                f"computes without them or with the graph's own: {some(self.unused, shown)}"
+                f"{counted(len(self.unused), 'float tensor')} of the checkpoint "
+                f"{plural(len(self.unused), 'is', 'are')} not in the graph, which computes without "
+                f"{plural(len(self.unused), 'it', 'them')} or with the graph's own: "
+                f"{some(self.unused, shown)}"
             )
         return [*found, *self.suggestions(shown)]
 
@@ -67,9 +71,14 @@ class Taken:
         if not self.suggested:
             return []
         return [
-            f"{len(self.suggested)} float constants have no tensor of their name, and one was "
-            f"found by the end of its name: {some(self.suggested, shown)}"
+            f"{_so_many(self.suggested)} "
+            f"{plural(len(self.suggested), 'has no tensor of its', 'have no tensor of their')} "
+            f"name, and one was found by the end of its name: {some(self.suggested, shown)}"
         ]
+
+
+def _so_many(found: Sized) -> str:
+    return counted(len(found), "float constant")
 
 
 class BoundFloats(NamedTuple):

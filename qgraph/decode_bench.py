@@ -25,6 +25,7 @@ from qgraph.language_model import ANY
 from qgraph.machine import STATUS, cpu_name, peak_rss
 from qgraph.progress import Progress, Silent
 from qgraph.timing import Timing
+from qgraph.wording import counted
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
@@ -57,12 +58,13 @@ def bench_decode(
     """
     if prompt_tokens < 1 or new_tokens < 1:
         raise InputError(
-            f"{prompt_tokens} tokens of a prompt, {new_tokens} after it: wanted 1 or more of each"
+            f"{counted(prompt_tokens, 'token')} of a prompt, {new_tokens} after it: wanted 1 or "
+            "more of each"
         )
     if rounds < LEAST_ROUNDS or threads < 0:
         raise InputError(
-            f"{rounds} rounds on {threads} threads: wanted {LEAST_ROUNDS} rounds or more, and "
-            "threads of 1 and more, or 0 for the runtime's own choice"
+            f"{counted(rounds, 'round')} on {counted(threads, 'thread')}: wanted {LEAST_ROUNDS} "
+            "rounds or more, and threads of 1 and more, or 0 for the runtime's own choice"
         )
     runtime: Runtime = registry.load("target", target)
     steps = progress or Silent()
@@ -73,8 +75,8 @@ def bench_decode(
     for name, each in zip(names := side_names([model, *against]), opened, strict=True):
         if each.positions is not None and prompt_tokens + new_tokens > each.positions:
             raise InputError(
-                f"{name} has {each.positions} positions, and {prompt_tokens} + {new_tokens} "
-                "tokens need more: measure fewer"
+                f"{name} has {counted(each.positions, 'position')}, and {prompt_tokens} + "
+                f"{new_tokens} tokens need more: measure fewer"
             )
     ids = np.random.default_rng(0).integers(0, vocabulary, (1, prompt_tokens))
     steps.stage("measuring", total=rounds + 1)

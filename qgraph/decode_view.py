@@ -7,6 +7,7 @@ from rich.console import Console
 from qgraph.bench_view import milliseconds, print_sides, spell_ratio
 from qgraph.console import print_line, print_table
 from qgraph.decode_result import DecodeBench, DecodeSide
+from qgraph.wording import counted
 
 
 def render(bench: DecodeBench, console: Console) -> None:
@@ -14,7 +15,8 @@ def render(bench: DecodeBench, console: Console) -> None:
     print_sides(console, [side.name for side in bench.sides], bench)
     print_line(
         console,
-        f"a prompt of {bench.prompt_tokens} tokens, then {bench.new_tokens} tokens one by one",
+        f"a prompt of {counted(bench.prompt_tokens, 'token')}, then "
+        f"{counted(bench.new_tokens, 'token')} one by one",
     )
     print_line(console, "")
     header = ("side", "prompt t/s", "×", "first token ms", "decode t/s", "×", "peak MB", "cache")

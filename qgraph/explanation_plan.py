@@ -11,7 +11,7 @@ from qgraph.errors import InputError
 from qgraph.explanation import Explanation, SiteRow
 from qgraph.formats.base import parse
 from qgraph.fused_ops import from_metadata
-from qgraph.kernel_choice import spell_many
+from qgraph.kernel_choice import read_kernel, spell_many
 from qgraph.plan import QuantPlan
 from qgraph.report import REASONS
 
@@ -54,8 +54,7 @@ def _row(item: Mapping[str, Any]) -> SiteRow:
     fmt = parse(item["format"]) if item["format"] is not None else None
     if item["reason"] is not None and item["reason"] not in REASONS:
         raise ValueError(f"unknown reason {item['reason']!r}")
-    kernel = item["kernel"] or ""
-    numbers = dict(word.split("=") for word in kernel.split()[1:] if "=" in word)
+    kernel = read_kernel(item["kernel"] or "")
     return SiteRow(
         name=str(item["site"]),
         weight=str(item["weight"]),
@@ -65,12 +64,12 @@ def _row(item: Mapping[str, Any]) -> SiteRow:
         k=int(item["k"]),
         state="planned" if fmt else "float",
         module=str(item.get("module", "")),
-        op_now=kernel.partition(" ")[0],
+        op_now=kernel.op,
         format=item["format"],
         bits=fmt.bits if fmt else None,
         group=fmt.group if fmt else None,
-        block=int(numbers["block"]) if "block" in numbers else None,
-        level=int(numbers["level"]) if "level" in numbers else None,
+        block=kernel.block,
+        level=kernel.level,
         solver=item["solver"],
         kernel=item["kernel"],
         origin=item["origin"],

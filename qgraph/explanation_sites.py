@@ -9,6 +9,7 @@ from rich.console import Console
 
 from qgraph.console import escape, megabytes, print_line, print_table
 from qgraph.explanation import Explanation, SiteRow
+from qgraph.kernel_choice import read_kernel
 from qgraph.op_inputs import bare_name
 from qgraph.report import REASONS, Step
 
@@ -55,7 +56,7 @@ def known(provider: str | None, origin: str) -> str:
 def _now(explanation: Explanation, row: SiteRow) -> str:
     """The op that the site has; of two that it has, the one that ran."""
     if row.many_kernel and row.name in explanation.profile.ran_many:
-        return f"{row.many_kernel.partition(' ')[0]} (from {row.from_rows} rows)"
+        return f"{read_kernel(row.many_kernel).op} (from {row.from_rows} rows)"
     return bare_name(row.op_now or row.op)
 
 

@@ -22,6 +22,7 @@ from qgraph.half_scales import HalfScales
 from qgraph.passes.rounded import RoundedSource
 from qgraph.passes.solved import SolvedSource
 from qgraph.quant_tensor import QuantSource
+from qgraph.wording import counted, plural
 
 SHOWN = 5
 
@@ -32,8 +33,9 @@ def left_out(graph: Graph) -> list[str]:
     if not second:
         return []
     return [
-        f"{second} linears have a second weight, for many rows: checkpoints hold one a linear, "
-        "and the second ones are left out"
+        f"{counted(second, 'linear has', 'linears have')} a second weight, for many "
+        "rows: checkpoints hold one a linear, and the second "
+        f"{plural(second, 'one is', 'ones are')} left out"
     ]
 
 

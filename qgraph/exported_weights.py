@@ -23,6 +23,7 @@ from qgraph.quant_tensor import Deviation, QuantSource, QuantTensor
 from qgraph.scopes import scopes
 from qgraph.selectors import ALIASES
 from qgraph.sites import Site
+from qgraph.wording import counted, plural
 
 if TYPE_CHECKING:
     from qgraph.checkpoints.base import FloatTensor
@@ -249,7 +250,8 @@ def other_floats(
         changed += [] if same else [name]
     if changed:
         notes.append(
-            f"{len(changed)} float tensors are not what the folder has: channel factors, or their "
-            f"order, were folded into them, such as {changed[0]}"
+            f"{counted(len(changed), 'float tensor is', 'float tensors are')} not what "
+            "the folder has: channel factors, or their order, were folded into "
+            f"{plural(len(changed), 'it', 'them')}, such as {changed[0]}"
         )
     return found

@@ -12,6 +12,8 @@ from qgraph import registry
 from qgraph.capturing import Source, capture
 from qgraph.checkpoints.base import CheckpointLayout
 from qgraph.checkpoints.layouts import layout_called
+from qgraph.checkpoints.opening import FLOAT as UNQUANTIZED
+from qgraph.checkpoints.opening import open_checkpoint
 from qgraph.errors import InputError
 from qgraph.export_content import check_entries, content_of, halved, left_out
 from qgraph.export_places import biases_apart, parameter, places_of
@@ -127,6 +129,12 @@ def _beside(
             return folder
         if not (folder / "config.json").is_file():
             raise InputError(f"{folder} has no config.json: wanted the float model's folder")
+        found = open_checkpoint(folder).layout
+        if found != UNQUANTIZED:
+            raise InputError(
+                f"--like {folder}: it holds quantized weights (layout {found}), wanted the folder "
+                "of the float model that they were made from"
+            )
         return folder
     if isinstance(model, str | os.PathLike) and (Path(model) / "config.json").is_file():
         return Path(model)

@@ -8,6 +8,7 @@ from typing import Any
 
 from qgraph.capabilities import NEWER
 from qgraph.report import REASONS, Step
+from qgraph.wording import counted
 
 PASS = "fuse_transformer"
 
@@ -70,7 +71,8 @@ def summary(rows: Iterable[FusionRow], planned: bool = False) -> str:
     left = sum(row.count for row in rows if row.reason is not None) - sum(r.count for r in newer)
     if not done and not newer:
         return ""
-    more = f"; {left} places look alike and stay: `qgraph explain` says why" if left else ""
+    stay = counted(left, "place looks alike and stays", "places look alike and stay")
+    more = f"; {stay}: `qgraph explain` says why" if left else ""
     more += "".join(f"; {NEWER}: {row.count} {row.fusion} ({row.detail})" for row in newer)
     return f"{'would fuse' if planned else 'fused ops'}: {done or 'none'}{more}"
 

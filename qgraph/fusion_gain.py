@@ -23,6 +23,7 @@ from qgraph.recipe import FLOAT, Recipe
 from qgraph.run_notes import stored_bytes
 from qgraph.run_profile import RunOf
 from qgraph.site_nodes import SiteNodes
+from qgraph.wording import counted
 
 if TYPE_CHECKING:
     from qgraph.graph import Graph
@@ -72,7 +73,7 @@ class FusionGain:
         before, runs = self.nodes
         made = ", ".join(f"{count} {op}" for op, count in sorted(self.made.items()))
         own = f"makes {made} by itself when it loads" if made else "fuses nothing by itself in"
-        kept = f"the {self.linears} linears"
+        kept = f"the {counted(self.linears, 'linear')}"
         kept += f" and {self.convolutions} × {_CONVOLUTION}" if self.convolutions else ""
         little = "expect little of it; " if self.share >= LITTLE else ""
         return (
@@ -168,6 +169,7 @@ def _faster(lowered: Graph, recipe: Recipe) -> list[str]:
     if not packed or recipe.purpose or recipe.activations != FLOAT:
         return []
     return [
-        f"{packed} linears run in {_NBITS}, which makes few rows fast; at many, as encoders have "
-        "them, it is about as fast as a float product: --for prefill takes integer kernels"
+        f"{counted(packed, 'linear runs', 'linears run')} in {_NBITS}, which makes few rows fast; "
+        "at many, as encoders have them, it is about as fast as a float product: --for prefill "
+        "takes integer kernels"
     ]

@@ -16,6 +16,7 @@ from qgraph.generation import Generation, Request
 from qgraph.sampling import Sampling, require_whole
 from qgraph.text import load_tokenizer
 from qgraph.tokenizer_files import TokenizerFiles
+from qgraph.wording import counted
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
@@ -167,8 +168,9 @@ class TextModel:
             )
         if self.positions is not None and len(ids) >= self.positions:
             raise InputError(
-                f"the prompt has {len(ids)} tokens, and the model has {self.positions} positions, "
-                "of which the answer needs one: shorten the prompt"
+                f"the prompt has {counted(len(ids), 'token')}, and the model has "
+                f"{counted(self.positions, 'position')}, of which the answer needs one: shorten "
+                "the prompt"
             )
         return tuple(ids)
 

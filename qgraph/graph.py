@@ -21,6 +21,7 @@ class Graph:
     notes: what capture changed and what it could not do, one sentence each.
     overridden: weights that were also graph inputs, by name.
     inputs: files that it was made from besides; saving never touches them either.
+    gathers_experts: whether capture spelled routed experts as products of gathered weights.
     """
 
     model: ir.Model
@@ -28,6 +29,7 @@ class Graph:
     notes: list[str] = dataclasses.field(default_factory=list)
     overridden: frozenset[str] = frozenset()
     inputs: tuple[Path, ...] = ()
+    gathers_experts: bool = False
 
     @property
     def files(self) -> list[Path]:

@@ -25,6 +25,7 @@ from qgraph.progress import Progress, Silent
 from qgraph.recipe import Recipe
 from qgraph.run_notes import check_paths, output_file
 from qgraph.sites import Site
+from qgraph.wording import counted, plural
 
 if TYPE_CHECKING:
     from qgraph.checkpoints.base import Checkpoint, FloatTensor
@@ -94,7 +95,7 @@ def import_checkpoint(
     said.stage("checkpoint")
     opened = _opened(checkpoint)
     names = _bindings(bindings)
-    said.finish(f"{opened.layout}: {len(opened.entries)} quantized weights")
+    said.finish(f"{opened.layout}: {counted(len(opened.entries), 'quantized weight')}")
     if not opened.entries:
         folder = (opened.path / "config.json").is_file()
         way_out = f"qgraph optimize {opened.path}" if folder else "qgraph optimize MODEL.onnx"
@@ -108,12 +109,13 @@ def import_checkpoint(
     imported, notes = _put_in(graph, opened, names, whole=model is None)
     graph.notes.extend(notes)
     graph.inputs = (*graph.inputs, *_files(opened))
-    said.finish(f"{len(imported)} sites bound")
+    said.finish(f"{counted(len(imported), 'site')} bound")
     if not imported:
         said_too = "".join(f"; {warning}" for warning in opened.warnings)
         raise CoverageError(
-            f"nothing was quantized: of the {len(opened.entries)} quantized parameters of "
-            f"{opened.path}, layout {opened.layout}, no float weight of the graph is any{said_too}"
+            f"nothing was quantized: of the {counted(len(opened.entries), 'quantized parameter')} "
+            f"of {opened.path}, layout {opened.layout}, no float weight of the graph is "
+            f"any{said_too}"
         )
     recipe = Recipe(
         accuracy_level="auto" if accuracy_level is None else str(accuracy_level),
@@ -252,9 +254,9 @@ def _strange(sites: Sequence[Site], imported: Mapping[str, CheckpointSource]) ->
     if not names:
         return []
     return [
-        f"{len(names)} weights of those looked at have nothing in common with the graph's own: "
-        f"{some(names)}; right only where the checkpoint was made from another training of the "
-        "model, or rotated as a whole"
+        f"{counted(len(names), 'weight')} of those looked at {plural(len(names), 'has', 'have')} "
+        f"nothing in common with the graph's own: {some(names)}; right only where the checkpoint "
+        "was made from another training of the model, or rotated as a whole"
     ]
 
 
@@ -307,18 +309,22 @@ def _notes(sites: Sequence[Site], found: Mapping[str, Bound], checkpoint: Checkp
             words = f"{site.weight_name or site.name} → {found[site.name].name}"
             by_why.setdefault(found[site.name].suggested, []).append(words)
     for why, pairs in by_why.items():
+        no_parameter = plural(
+            len(pairs), "has no parameter of its name", "have no parameter of their name"
+        )
         notes.append(
-            f"{len(pairs)} weights have no parameter of their name, and one was found {why}: "
+            f"{counted(len(pairs), 'weight')} {no_parameter}, and one was found {why}: "
             f"{some(pairs)}; --bindings says it otherwise"
         )
     left = list(unused(checkpoint, found))
     if left:
-        notes.append(f"{len(left)} quantized parameters are read by no site: {some(left)}")
+        are = counted(len(left), "quantized parameter is", "quantized parameters are")
+        notes.append(f"{are} read by no site: {some(left)}")
     said: dict[str, list[str]] = {}
     for match in found.values():
         for note in match.entry.notes if match.entry is not None else ():
             said.setdefault(note, []).append(match.name)
-    notes += [f"{len(each)} weights: {note}" for note, each in said.items()]
+    notes += [f"{counted(len(each), 'weight')}: {note}" for note, each in said.items()]
     return notes
 
 

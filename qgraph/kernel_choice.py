@@ -249,6 +249,27 @@ def spell_kernel(query: Query) -> str:
     return f"{name} {codes}{block}{level}{sums}"
 
 
+@dataclasses.dataclass(frozen=True)
+class SpelledKernel:
+    """What the spelling of a kernel says: its op, the block and the level where it has them."""
+
+    op: str
+    block: int | None = None
+    level: int | None = None
+
+
+def read_kernel(text: str) -> SpelledKernel:
+    """What `spell_kernel` wrote, or PORTABLE.
+
+    Raises:
+        ValueError: a parameter that is no number, or no parameter.
+    """
+    op, *words = text.split(" ")
+    found = dict(word.split("=") for word in words if "=" in word)
+    block, level = (int(found[key]) if key in found else None for key in ("block", "level"))
+    return SpelledKernel(op, block, level)
+
+
 _SCALES = {
     INT8: "", INT8_ROW: " rows=dynamic", INT8_STATIC: " static", INT8_AUTO: " scales=auto",
 }  # fmt: skip

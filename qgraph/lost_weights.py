@@ -12,6 +12,7 @@ from qgraph.errors import InputError
 from qgraph.formats.base import Array, QuantizedWeight
 from qgraph.formats.grouping import smallest_normal
 from qgraph.quant_tensor import QuantSource
+from qgraph.wording import counted
 
 LOST = 0.9
 """A relative error above this: nothing is left, zeros have 1 (2 bits leave 0.3 to 0.7)."""
@@ -52,7 +53,7 @@ def coarse_notes(found: Iterable[Coarse], way: str) -> list[str]:
     worst = max(worse, key=lambda each: each.error)
     some = f"{sum(each.raised for each in worse)} of {sum(each.groups for each in worse)}"
     return [
-        f"{some} groups in {len(worse)} weight{'s'[: len(worse) - 1]} have steps that are too "
+        f"{some} groups in {counted(len(worse), 'weight')} have steps that are too "
         f"coarse, for float16 scales go no lower: {worst.name} is {worst.error:.1%} off; keep it "
         f"in float with --exclude '{worst.name}'{way}"
     ]

@@ -133,6 +133,8 @@ class Lowering:
         }
         sites = told_apart(lowered.sites(), found.merged)
         plan = plan.running(sites, failed)
+        members = [found.merged.get(name, (name,)) for name in found.widened]
+        plan = plan.widened(sites, {each for names in members for each in names})
         if self.request.dry_run and self.request.data is not None:  # which would choose the scales
             return plan
         return plan.scaled(sites, {name: each.detail for name, each in found.scales.items()})

@@ -18,6 +18,7 @@ from qgraph.run_notes import stored_bytes
 from qgraph.run_request import Destination, Request
 from qgraph.run_results import note_decisions
 from qgraph.run_stages import RunStages
+from qgraph.wording import counted
 from qgraph.writer import DataFile, Save
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Maker:
         run = runtime.run_or_none()
         found = check_model(model, data, run, progress)
         what = "" if run is not None else f", stored bytes only: no {runtime.provider} here"
-        progress.finish(f"{len(found)} sites packed in this run{what}")
+        progress.finish(f"{counted(len(found), 'site')} packed in this run{what}")
         return found
 
     def _tell_errors(self, model: ir.Model, plan: QuantPlan, checks: list[SiteCheck]) -> None:

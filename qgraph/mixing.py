@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from qgraph.sources import Source, some
 from qgraph.text import Sample
+from qgraph.wording import counted, plural
 
 Reader: TypeAlias = Callable[[Source], Iterator[Sample] | None]
 """Opens a source; None stands for one that has as many samples as are wanted."""
@@ -65,15 +66,18 @@ def _notes(
         words = [f"{sources[at].name} {counts[at]} of {first[at]}" for at in short]
         rest = "the other sources give the rest"
         if sum(counts) < total:
-            rest = f"there are {sum(counts)} samples in all, not {total}"
+            there = plural(sum(counts), "there is", "there are")
+            rest = f"{there} {counted(sum(counts), 'sample')} in all, not {total}"
         notes.append(f"calibration sources with less than their share: {some(words)}; {rest}")
     elif short and sources[0].kind != "feeds":
-        notes.append(f"{sources[0].name} gives {counts[0]} calibration samples, not {total}")
+        notes.append(
+            f"{sources[0].name} gives {counted(counts[0], 'calibration sample')}, not {total}"
+        )
     left_out = [sources[at].name for at, count in enumerate(counts) if not count and not first[at]]
     if left_out:
         notes.append(
-            f"calibration sources with a share below one of {total} samples: {some(left_out)}; "
-            "more --samples, or a larger weight, lets them in"
+            f"calibration sources with a share below one of {counted(total, 'sample')}: "
+            f"{some(left_out)}; more --samples, or a larger weight, lets them in"
         )
     return tuple(notes)
 

@@ -18,6 +18,7 @@ from qgraph.formats.onnx_function import DOMAIN
 from qgraph.kernel_ops import CONTRIB_OPS, KERNEL_OPS, OWN_LINEAR, KernelOp
 from qgraph.op_inputs import CONTRIB
 from qgraph.scopes import scopes
+from qgraph.wording import counted
 
 _ANY = 1 << 30
 _READ = 1 << 20
@@ -126,12 +127,13 @@ def _wrong(node: ir.Node, form: _Form) -> str:
     if not form.least <= len(given) <= form.most:
         least, most = form.least, form.most
         wanted = f"{least}" if least == most else f"{least} to {most}"
-        return f"it has {len(given)} inputs, wanted {wanted if most < _ANY else f'{least} or more'}"
+        wanted = wanted if most < _ANY else f"{least} or more"
+        return f"it has {counted(len(given), 'input')}, wanted {wanted}"
     missing = [at for at in form.needed if given[at] is None]
     if missing:
         return f"its input {missing[0]} is left out"
     if len(node.outputs) < form.outputs:
-        return f"it has {len(node.outputs)} outputs, wanted {form.outputs} or more"
+        return f"it has {counted(len(node.outputs), 'output')}, wanted {form.outputs} or more"
     for name in form.required:
         if name not in node.attributes:
             return f"it has no attribute {name}"

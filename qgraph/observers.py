@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from qgraph.errors import InputError
 from qgraph.registry import did_you_mean
+from qgraph.wording import counted
 
 Array = NDArray[Any]
 Range = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -133,8 +134,8 @@ class Observer(ABC):
         where += f" of channel {channel}" if self.axis is not None else ""
         found = "NaN" if np.isnan(block[row, channel]) else "infinity"
         raise InputError(
-            f"{self.name} holds {found} ({where}, {len(bad)} such values near it): it has no "
-            "range; check the calibration data and the model"
+            f"{self.name} holds {found} ({where}, {counted(len(bad), 'such value')} near it): it "
+            "has no range; check the calibration data and the model"
         )
 
 

@@ -24,6 +24,7 @@ from qgraph.run_request import BLOCKS, Destination, Request
 from qgraph.run_results import result
 from qgraph.run_stages import RunStages
 from qgraph.runtime_needs import require_runtime
+from qgraph.wording import counted
 
 
 class Run:
@@ -73,7 +74,7 @@ class Run:
         # Those of the checkpoint are among the files of a graph with imported weights.
         files = graph.files if request.imported is None else []
         before = sum(path.stat().st_size for path in files) or stored_bytes(graph.model)
-        stages.progress.finish(f"{len(graph.model.graph)} nodes, {before / 1e6:.1f} MB")
+        stages.progress.finish(f"{counted(len(graph.model.graph), 'node')}, {before / 1e6:.1f} MB")
         sites = graph.sites()
         changed = [
             Step("capture", "constant", site.name, "changed", "OVERRIDABLE_INPUT", site.weight_name)

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 from qgraph._version import __version__
 from qgraph.adopted import ADOPTED
 from qgraph.graph import Graph
-from qgraph.plan import KEPT, UNSOLVED, Decision, QuantPlan
+from qgraph.plan import KEPT, UNSOLVED, Decision, Many, QuantPlan
 from qgraph.prediction import Prediction
 from qgraph.recipe import Recipe
 from qgraph.report import SCHEMA, Report, Step
 from qgraph.row_branches import MANY
 from qgraph.sites import Site
+from qgraph.size_times import SizeTimes
 
 ROWS_ORDERED = "rows_ordered_for"
 """What the metadata of a site names where its rows lie in the order of that other site."""
@@ -35,6 +36,7 @@ class Result:
     summary: the coverage line. files: what was written, the .onnx first.
     prediction: of time and memory; None where no solver is calibrated.
     lacks: why a plan cannot be carried out with what was given; the run itself would refuse.
+    times: that decided formats, by size of linear; the report's notes hold them in words.
     """
 
     graph: Graph
@@ -44,6 +46,7 @@ class Result:
     summary: str
     prediction: Prediction | None = None
     lacks: str = ""
+    times: tuple[SizeTimes, ...] = ()
 
 
 class Solved(Protocol):
@@ -69,8 +72,8 @@ def as_solved(plan: QuantPlan, solved: Mapping[str, Solved]) -> QuantPlan:
         found = solved.get(item.shared_with or item.site)
         if found is not None and item.quantized and item.solver not in UNSOLVED:
             reason = item.reason or found.reason
-            detail = item.detail or (found.detail if found.reason else "")
-            item = dataclasses.replace(item, solver=found.solver, reason=reason, detail=detail)
+            remark = found.detail if found.reason and not item.detail else item.remark
+            item = dataclasses.replace(item, solver=found.solver, reason=reason, remark=remark)
         decisions.append(item)
     return dataclasses.replace(plan, decisions=tuple(decisions))
 
@@ -167,7 +170,7 @@ def merged_sites(
         one = dataclasses.replace(
             items[0],
             n=sum(item.n for item in items),
-            detail=_detail(items),
+            many=_every(items),
             weight=" + ".join(item.weight for item in items),
             module=" + ".join(item.module for item in items if item.module),
         )
@@ -175,14 +178,13 @@ def merged_sites(
     return found
 
 
-def _detail(items: Sequence[Decision]) -> str:
-    """What the first one's decision says, with what all of their second weights add."""
-    first = items[0]
-    if first.many is None:
-        return first.detail
+def _every(items: Sequence[Decision]) -> Many | None:
+    """The first one's second weight, with what all of their second weights add."""
+    first = items[0].many
+    if first is None:
+        return None
     total = sum(item.many.packed_bytes for item in items if item.many is not None)
-    every = dataclasses.replace(first.many, packed_bytes=total)
-    return first.detail.replace(first.many.more, every.more)
+    return dataclasses.replace(first, packed_bytes=total)
 
 
 def told_apart(sites: Sequence[Site], merged: Mapping[str, Sequence[str]]) -> list[Site]:

@@ -14,6 +14,7 @@ from qgraph.constants import FLOATS, open_array
 from qgraph.errors import InputError
 from qgraph.graph import Graph
 from qgraph.sites import Site
+from qgraph.wording import counted
 
 if TYPE_CHECKING:
     from qgraph.checkpoints.base import Checkpoint, FloatTensor
@@ -91,9 +92,9 @@ def check_whole(left: Sequence[ir.Value], unread: Sequence[str]) -> None:
         return
     quantized = f"; quantized, and read by no linear, are {some(unread)}" if unread else ""
     raise InputError(
-        f"the checkpoint gives no values to {len(blank)} parameters of the model that its "
-        f"config.json describes: {some([value.name or '' for value in blank])}{quantized}. Name "
-        "the float model (qgraph import CHECKPOINT MODEL), and --bindings where names differ"
+        f"the checkpoint gives no values to {counted(len(blank), 'parameter')} of the model that "
+        f"its config.json describes: {some([value.name or '' for value in blank])}{quantized}. "
+        "Name the float model (qgraph import CHECKPOINT MODEL), and --bindings where names differ"
     )
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+import onnx_ir as ir
 
 from qgraph.activation_kinds import FP8_KINDS, INT8_AUTO
 from qgraph.adopted import ADOPTED
 from qgraph.coverage import Coverage
-from qgraph.kernel_choice import PORTABLE, kernel_of
+from qgraph.formats.base import parse
+from qgraph.kernel_choice import PORTABLE, kernel_of, layout_of, query_of, read_kernel, spell_many
 from qgraph.kernel_ops import OWN_LINEAR
 from qgraph.op_inputs import bare_name
 from qgraph.recipe import Recipe
@@ -40,10 +43,10 @@ class Many:
     packed_bytes: int
     outliers: int = 0
 
-    @property
-    def more(self) -> str:
-        """What it adds to the file, in words."""
-        return f"{self.packed_bytes / 1e6:.2f} MB more"
+    def __str__(self) -> str:
+        """Its kernel, and what it adds to the file, in words."""
+        more = f"{self.packed_bytes / 1e6:.2f} MB more"
+        return f"{spell_many(self.from_rows, str(self.kernel))}, {more}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,10 @@ class Decision:
     activations: how its input is rounded, as `Recipe.activations` spells it; None for floats.
     outliers: how many of its input columns stay in float at most.
     many: a second weight, for many rows; `packed_bytes` counts both.
+    widened: how many of the packed bytes are there because scales became float32.
+    remark: what there is to say beside the reason; `detail` is that and all the rest.
+    purpose: why the format is good for the recipe's purpose, where it was chosen for that.
+    scales: how the scales of its inputs were chosen, where that was left to calibration.
     """
 
     site: str
@@ -70,7 +77,7 @@ class Decision:
     format: str | None = None
     solver: str | None = None
     reason: str | None = None
-    detail: str = ""
+    remark: str = ""
     kernel: str | None = None
     origin: str = "installed"
     shared_with: str | None = None
@@ -80,6 +87,27 @@ class Decision:
     activations: str | None = None
     outliers: int = 0
     many: Many | None = None
+    widened: int = 0
+    purpose: str = ""
+    scales: tuple[str, ...] = ()
+
+    @property
+    def detail(self) -> str:
+        """The remark, the purpose with the second weight, and how scales were chosen."""
+        second = str(self.many) if self.purpose and self.many is not None else ""
+        return "; ".join(filter(None, (self.remark, self.purpose, second, *self.scales)))
+
+    def because(self, reason: str, remark: str) -> Decision:
+        """The decision with another reason; what was said of it before no longer counts."""
+        return dataclasses.replace(self, reason=reason, remark=remark, purpose="", scales=())
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that a plan's file holds, all that is said as one detail."""
+        found = {
+            "detail" if key == "remark" else key: v for key, v in dataclasses.asdict(self).items()
+        }
+        del found["purpose"], found["scales"], found["widened"]
+        return {**found, "detail": self.detail}
 
     @property
     def name(self) -> str:
@@ -139,10 +167,8 @@ class QuantPlan:
         """This plan with some sites left in float: site → (reason code, detail)."""
         decisions = [
             dataclasses.replace(
-                item, many=None, format=None, solver=None, kernel=None, shared_with=None,
-                packed_bytes=0,
-                activations=None, outliers=0,
-                reason=refused[item.site][0], detail=refused[item.site][1],
+                item.because(*refused[item.site]), many=None, format=None, solver=None, kernel=None,
+                shared_with=None, packed_bytes=0, widened=0, activations=None, outliers=0,
             )
             if item.site in refused
             else _without_many(item, refused.get(item.site + MANY))
@@ -198,9 +224,22 @@ class QuantPlan:
                 second = dataclasses.replace(item.many, kernel=kernel)
                 item = dataclasses.replace(item, many=second)
             if item.site in failed and item.quantized:
-                reason, detail = failed[item.site]
-                item = dataclasses.replace(item, reason=reason, detail=detail)
+                item = item.because(*failed[item.site])
             decisions.append(item)
+        return dataclasses.replace(self, decisions=tuple(decisions))
+
+    def widened(self, sites: Sequence[Site], names: Collection[str]) -> QuantPlan:
+        """This plan with what scales take in float32.
+
+        sites: of the lowered graph. names: those whose products became float32; of the others
+            nothing does, whatever this plan says of an earlier graph.
+        """
+        found = {site.name: site for site in sites if site.name in names}
+        decisions = []
+        for item in self.decisions:
+            more = _wider(item, found[item.site]) if item.site in found else 0
+            size = item.packed_bytes - item.widened + more
+            decisions.append(dataclasses.replace(item, packed_bytes=size, widened=more))
         return dataclasses.replace(self, decisions=tuple(decisions))
 
     def scaled(self, sites: Sequence[Site], why: Mapping[str, str]) -> QuantPlan:
@@ -215,18 +254,16 @@ class QuantPlan:
             if site is not None and site.integer and item.activations == INT8_AUTO:
                 item = dataclasses.replace(
                     item, activations=site.integer.activations, kernel=kernel_of(site),
-                    detail="; ".join(filter(None, [item.detail, words])),
+                    scales=tuple(filter(None, [words])),
                 )  # fmt: skip
             second = site.many if site is not None else None
             many, words = item.many, why.get(item.site + MANY)
             left_open = many is not None and many.activations == INT8_AUTO
             if many is not None and second is not None and second.integer and left_open:
-                told = item.detail.replace(str(many.kernel), kernel_of(second))
                 kind = second.integer.activations
                 many = dataclasses.replace(many, activations=kind, kernel=kernel_of(second))
-                item = dataclasses.replace(
-                    item, many=many, detail="; ".join(filter(None, [told, words]))
-                )
+                more = (*item.scales, *filter(None, [words]))
+                item = dataclasses.replace(item, many=many, scales=more)
             decisions.append(item)
         return dataclasses.replace(self, decisions=tuple(decisions))
 
@@ -238,7 +275,7 @@ class QuantPlan:
             "target": self.target,
             "runtime": self.runtime,
             "recipe": self.recipe.to_json(),
-            "decisions": [dataclasses.asdict(decision) for decision in self.decisions],
+            "decisions": [decision.to_json() for decision in self.decisions],
         }
 
 
@@ -271,7 +308,7 @@ def _half_converted(before: Sequence[Decision], after: Sequence[Decision]) -> It
 def half_converted(decision: Decision, reader: str, size: int) -> Decision:
     """The decision, saying that the float weight stays beside the packed one: `size` bytes."""
     detail = f"{reader} reads the float weight: {size / 1e6:.1f} MB stay in the file"
-    return dataclasses.replace(decision, reason="HALF_CONVERTED", detail=detail)
+    return decision.because("HALF_CONVERTED", detail)
 
 
 def _for_many(item: Decision) -> Decision:
@@ -282,7 +319,7 @@ def _for_many(item: Decision) -> Decision:
     return dataclasses.replace(
         item, site=item.site + MANY, many=None, format=many.format,
         activations=many.activations, kernel=many.kernel, packed_bytes=many.packed_bytes,
-        outliers=many.outliers, solver="rtn", shared_with=None,
+        widened=0, outliers=many.outliers, solver="rtn", shared_with=None,
     )  # fmt: skip
 
 
@@ -292,10 +329,24 @@ def _without_many(item: Decision, refused: tuple[str, str] | None) -> Decision:
         return item
     size = item.packed_bytes - item.many.packed_bytes
     detail = f"no second weight for many rows: {refused[1]}"
-    return dataclasses.replace(item, many=None, packed_bytes=size, reason=refused[0], detail=detail)
+    item = item.because(refused[0], detail)
+    return dataclasses.replace(item, many=None, packed_bytes=size)
+
+
+def _wider(item: Decision, site: Site) -> int:
+    """How many bytes more its weight takes with scales in float32; 0 where nothing was planned."""
+    if item.format is None or item.solver == KEPT:
+        return 0
+    fmt = parse(item.format)
+    layout = layout_of(fmt, query_of(site))
+    wide, half = (
+        sum(spec.nbytes for spec in fmt.parts(item.n, item.k, dtype, layout).values())
+        for dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+    )
+    return wide - half
 
 
 def _is_own(planned: str | None, found: str) -> bool:
     """Whether the portable form that was found is what the target has a kernel for."""
     name = bare_name(OWN_LINEAR)
-    return found == PORTABLE and planned is not None and planned.startswith(f"{name} ")
+    return found == PORTABLE and planned is not None and read_kernel(planned).op == name

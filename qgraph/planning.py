@@ -31,6 +31,7 @@ from qgraph.sites import PACKED, Refusal, Site
 from qgraph.solver_names import parts_of
 from qgraph.wanted_format import embedding_format, parse_with, wanted_format
 from qgraph.weight_copies import with_costs
+from qgraph.wording import counted
 
 _QUANTIZED = ("qdq", "dequantize")
 
@@ -113,7 +114,7 @@ class _Planner:
         decision = dataclasses.replace(decision, float_bytes=float_bytes(site), module=module)
         refused = self._refusal(site)
         if refused is not None:
-            return dataclasses.replace(decision, reason=refused[0], detail=refused[1])
+            return dataclasses.replace(decision, reason=refused[0], remark=refused[1])
         if site.name in self.adopted:
             return self._adopted(decision, site)
         if site.state in PACKED:
@@ -127,14 +128,14 @@ class _Planner:
             table = self.keys[site.name] in self.tables and self.embedding is None
             option = "--embedding float" if table else "--set asks for float"
             detail = "--format float" if self.default is None else option
-            return dataclasses.replace(decision, reason="EXCLUDED", detail=detail)
+            return dataclasses.replace(decision, reason="EXCLUDED", remark=detail)
         fmt, solver = wanted
         fitted = self._fitted(fmt, site)
         decision = self._with_format(decision, site, fitted, solver)
         told = site.role == "linear" and self.recipe.group is not None
         if decision.quantized and decision.reason is None and fitted != fmt and told:
             detail = f"groups of {fitted.group}: {fmt.group} does not divide K = {site.k}"
-            return dataclasses.replace(decision, reason="GROUP_ADJUSTED", detail=detail)
+            return dataclasses.replace(decision, reason="GROUP_ADJUSTED", remark=detail)
         return decision
 
     def _fitted(self, fmt: Format, site: Site) -> Format:
@@ -151,25 +152,25 @@ class _Planner:
     def _adopted(self, decision: Decision, site: Site) -> Decision:
         source = self.adopted[site.name]
         if isinstance(source, Refusal):
-            return dataclasses.replace(decision, reason=source.code, detail=source.detail)
+            return dataclasses.replace(decision, reason=source.code, remark=source.detail)
         decision = self._with_format(decision, site, source.format, ADOPTED)
         if decision.detail or not decision.quantized:
             return decision
-        return dataclasses.replace(decision, detail="came quantized, kept code for code")
+        return dataclasses.replace(decision, remark="came quantized, kept code for code")
 
     def _imported(
         self, decision: Decision, site: Site, source: CheckpointSource | None
     ) -> Decision:
         if source is None:
             detail = "not among the checkpoint's quantized weights"
-            return dataclasses.replace(decision, reason="FLOAT_IN_CHECKPOINT", detail=detail)
+            return dataclasses.replace(decision, reason="FLOAT_IN_CHECKPOINT", remark=detail)
         if source.order is not None and site.role == "embedding":
             raise InputError(f"{site.name}: {source.name} is in act order, which no table can be")
         decision = self._with_format(decision, site, source.format, IMPORTED)
         if not decision.quantized:
             return decision
         more = f"; {decision.detail}" if decision.detail else ""
-        return dataclasses.replace(decision, detail=f"{source.part}, code for code{more}")
+        return dataclasses.replace(decision, remark=f"{source.part}, code for code{more}")
 
     def _packed(self, decision: Decision, site: Site) -> Decision:
         """A site that came in fused, or in the portable form, stays as it is."""
@@ -177,7 +178,7 @@ class _Planner:
             fmt = named(site.node.op_type.replace("Linear", "Dequantize", 1))
             spelled = fmt.spell(with_group=False) if fmt is not None else site.node.op_type
             return dataclasses.replace(
-                decision, format=spelled, solver=KEPT, kernel=PORTABLE, detail="portable already"
+                decision, format=spelled, solver=KEPT, kernel=PORTABLE, remark="portable already"
             )
         query = query_of(site)
         return dataclasses.replace(
@@ -185,7 +186,7 @@ class _Planner:
             format=format_of(query),
             solver=KEPT,
             kernel=spell_kernel(query),
-            detail="fused already",
+            remark="fused already",
         )
 
     def stored_bytes(self, site: Site) -> int:
@@ -225,7 +226,7 @@ class _Planner:
         if site.weight.root.is_graph_output():
             return "GRAPH_OUTPUT", f"{site.weight_name} is an output of the graph"
         if site.n * site.k < max(1, self.recipe.min_elements):
-            return "WEIGHT_TOO_SMALL", f"{site.n * site.k} elements"
+            return "WEIGHT_TOO_SMALL", counted(site.n * site.k, "element")
         if site.dtype is None:
             return "DTYPE_HAS_NO_KERNEL", "the type of its activation is not known"
         return None

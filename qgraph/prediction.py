@@ -20,6 +20,7 @@ from qgraph.plan import UNSOLVED, Decision, QuantPlan
 from qgraph.sites import Site
 from qgraph.solver_names import needs_activations, needs_data, parts_of
 from qgraph.stages import Stage, cut, residual_of
+from qgraph.wording import counted
 
 EFFICIENCY = 0.6
 """The share of the matmul's speed that a whole run keeps: stages are short, rounding is no
@@ -62,7 +63,7 @@ class Prediction:
         """`about 5 min and 2.1 GB of memory at the peak, for at most 32768 tokens`."""
         return (
             f"about {spell_time(self.seconds)} and {spell_size(self.bytes)} of memory at the "
-            f"peak, for at most {self.tokens} tokens"
+            f"peak, for at most {counted(self.tokens, 'token')}"
         )
 
     def to_json(self) -> dict[str, float | int]:

@@ -19,6 +19,8 @@ from qgraph.run_notes import elsewhere, lacking, plan_notes
 from qgraph.run_request import Destination, Request
 from qgraph.run_stages import RunStages
 from qgraph.sites import Site
+from qgraph.size_times import SizeTimes
+from qgraph.wording import counted
 from qgraph.work_folder import WorkFolder
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class Preparation:
     work: where solvers keep their results. prediction: what they will take.
     calibration: the data they measure; with a judge, the samples that it does not hold out.
     judge: measures what is made, where there is a budget or a bound.
+    times: those that decided formats, where the model is for a purpose.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Preparation:
         self.prediction: Prediction | None = None
         self.calibration: Calibration | None = None
         self.judge: Judge | None = None
+        self.times: tuple[SizeTimes, ...] = ()
 
     def plan(self, sites: Sequence[Site]) -> QuantPlan:
         """The plan for the graph's sites, all that it needs being there.
@@ -91,12 +95,13 @@ class Preparation:
             return make_plan(sites, request.recipe, self.capabilities, request.imported)
         from qgraph.tuning import plan_by_purpose
 
-        plan, notes = plan_by_purpose(
+        found = plan_by_purpose(
             self.graph, sites, request.recipe, self.capabilities, request.runtime,
             tune=request.tune, progress=self.stages.progress,
         )  # fmt: skip
-        self.notes += notes
-        return plan
+        self.times = found.times
+        self.notes += [*found.notes, *map(str, found.times)]
+        return found.plan
 
     def _require_coverage(self, plan: QuantPlan) -> None:
         request = self.request
@@ -170,5 +175,5 @@ class Preparation:
         self.stages.start("calibration data")
         found = request.data.load(request.runtime, self.graph.origin, self.stages.progress)
         self.notes += found.notes
-        self.stages.progress.finish(f"{found.tokens} tokens")
+        self.stages.progress.finish(counted(found.tokens, "token"))
         return found

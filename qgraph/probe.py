@@ -15,6 +15,7 @@ from qgraph.integer_sites import IntegerProduct
 from qgraph.kernel_ops import Kind as Kind
 from qgraph.op_inputs import bare_name
 from qgraph.stored_weight import StoredWeight
+from qgraph.wording import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class KernelKey:
         words += [f"block={self.block or 'row'}", "" if self.symmetric else "asymmetric"]
         words += [self.dtype, f"level={self.level}" if self.level else "", "sums" * self.sums]
         words += [f"{self.activations} activations"] * (self.activations != FLOAT_ACTIVATIONS)
-        words += [f"{self.columns} columns in float"] * bool(self.columns)
+        words += [f"{counted(self.columns, 'column')} in float"] * bool(self.columns)
         return " ".join(word for word in [*words, "bias" if self.bias else ""] if word)
 
 

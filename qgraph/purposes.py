@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
@@ -23,7 +24,9 @@ from qgraph.planning import make_plan
 from qgraph.recipe import FLOAT, Recipe
 from qgraph.rounded_activations import OF_INTEGER_KERNELS
 from qgraph.sites import Site
+from qgraph.size_times import RowTimes, SizeTimes
 from qgraph.tune_table import Candidate, Measured, Table
+from qgraph.wording import counted
 
 FEW, PROMPT = 1, 256
 """The rows that stand for decoding, and for a prompt."""
@@ -91,14 +94,23 @@ def dtype_name(site: Site) -> str:
     return site.dtype.name.lower() if site.dtype is not None else ""
 
 
+@dataclasses.dataclass(frozen=True)
+class PurposePlan:
+    """A plan for a purpose, with notes, and the times that decided."""
+
+    plan: QuantPlan
+    notes: tuple[str, ...]
+    times: tuple[SizeTimes, ...]
+
+
 def plan_for(
     sites: Sequence[Site],
     recipe: Recipe,
     capabilities: Capabilities,
     table: Table,
     main: ir.Graph,
-) -> tuple[QuantPlan, list[str]]:
-    """The plan for the recipe's purpose, and notes; sizes that `table` lacks go by rule.
+) -> PurposePlan:
+    """The plan for the recipe's purpose; sizes that `table` lacks go by rule, which notes say.
 
     main: the graph whose sites can have two weights; those of its bodies cannot.
 
@@ -132,32 +144,25 @@ def plan_for(
         for item in plan.decisions
     ]
     plan = dataclasses.replace(plan, recipe=recipe, decisions=tuple(decisions))
-    return plan, [*_unmeasured(choices, recipe.purpose, table), *_times(free, choices)]
+    notes = _unmeasured(choices, recipe.purpose, table)
+    return PurposePlan(plan, tuple(notes), _times(free, choices))
 
 
 def _unmeasured(choices: Mapping[str, _Choice], purpose: str, table: Table) -> list[str]:
     """A note on the linears that go by rule, where there are times for others."""
-    count = sum(choice.detail.startswith(_RULE) for choice in choices.values())
+    count = sum(choice.by_rule for choice in choices.values())
     if not count or not table.seconds:
         return []
     return [
-        f"--for {purpose} goes by rule for {count} of {len(choices)} linears: what they could be "
-        "was not all measured here; --tune measures"
+        f"--for {purpose} goes by rule for {count} of {counted(len(choices), 'linear')}: what they "
+        "could be was not all measured here; --tune measures"
     ]
 
 
-def _times(sites: Sequence[Site], choices: Mapping[str, _Choice]) -> list[str]:
-    """A note for each size and choice: the times that decided."""
-    found: dict[tuple[int, int, str], int] = {}
-    for site in sites:
-        measured = choices[site.name].measured
-        if measured:
-            key = (site.n, site.k, measured)
-            found[key] = found.get(key, 0) + 1
-    return [
-        f"{n}×{k}, {count} linear{'s' * (count > 1)}: {words}"
-        for (n, k, words), count in found.items()
-    ]
+def _times(sites: Sequence[Site], choices: Mapping[str, _Choice]) -> tuple[SizeTimes, ...]:
+    """For each size and choice the times that decided."""
+    keys = [(s.n, s.k, measured) for s in sites if (measured := choices[s.name].measured)]
+    return tuple(SizeTimes(n, k, count, times) for (n, k, times), count in Counter(keys).items())
 
 
 def _is_free(decision: Decision | None, site: Site) -> bool:
@@ -177,24 +182,25 @@ class _Choice:
 
     second: whether many rows get a weight of their own. slower: whether floats would be faster.
     measured: the times that decided; they are of this machine, and no part of the model.
+    by_rule: whether there were no times to decide by.
     """
 
     way: Candidate
     detail: str
     second: bool = False
     slower: bool = False
-    measured: str = ""
+    measured: tuple[RowTimes, ...] = ()
+    by_rule: bool = False
 
     def applied(self, item: Decision, integer: Decision, from_rows: int, purpose: str) -> Decision:
         """The decision with the choice's reason, and with the second weight."""
         if not item.quantized:
             return item
-        detail = f"for {purpose}: {self.detail}"
-        detail = f"{item.detail}; {detail}" if item.detail else detail
+        item = dataclasses.replace(item, purpose=f"for {purpose}: {self.detail}")
         if self.slower and item.reason is None:
             item = dataclasses.replace(item, reason="SLOWER_THAN_FLOAT_AT_M")
         if not self.second or not integer.quantized:
-            return dataclasses.replace(item, detail=detail)
+            return item
         many = Many(
             from_rows,
             str(integer.format),
@@ -203,13 +209,8 @@ class _Choice:
             integer.packed_bytes,
             integer.outliers,
         )
-        added = f"from {from_rows} rows {many.kernel}, {many.more}"
-        return dataclasses.replace(
-            item,
-            many=many,
-            packed_bytes=item.packed_bytes + many.packed_bytes,
-            detail=f"{detail}; {added}",
-        )
+        size = item.packed_bytes + many.packed_bytes
+        return dataclasses.replace(item, many=many, packed_bytes=size)
 
 
 class _Choose:
@@ -247,8 +248,8 @@ class _Choose:
     def _two(self, timed: _Timed, few: Candidate, known: Sequence[Candidate]) -> _Choice:
         """A weight of packed bits for few rows, and one of bytes for many."""
         many = timed.choice(self.bytes_by_bytes, known, PROMPT)
-        words = f"{timed.words([few, *known], FEW)}; {many.measured}"
-        return _Choice(few, _MEASURED, second=True, slower=many.slower, measured=words)
+        times = (timed.times([few, *known], FEW), *many.measured)
+        return _Choice(few, _MEASURED, second=True, slower=many.slower, measured=times)
 
     def site(self, site: Site) -> _Choice:
         """What one site gets."""
@@ -271,9 +272,11 @@ class _Choose:
     def _by_rule(self, site: Site, asked: Candidate, ways: Sequence[Candidate]) -> _Choice:
         purpose, can = self.recipe.purpose, self.bytes_by_bytes in ways
         if purpose == "prefill" and can:
-            return _Choice(self.bytes_by_bytes, f"{_RULE}, integer kernels are fast at many rows")
+            many = f"{_RULE}, integer kernels are fast at many rows"
+            return _Choice(self.bytes_by_bytes, many, by_rule=True)
         second = purpose == "both" and can and self._holds_two(site)
-        return _Choice(asked, f"{_RULE}, few bits are fast at few rows", second=second)
+        detail = f"{_RULE}, few bits are fast at few rows"
+        return _Choice(asked, detail, second=second, by_rule=True)
 
     def _holds_two(self, site: Site) -> bool:
         """Whether the site can have a second weight: those in bodies cannot."""
@@ -316,8 +319,8 @@ class _Choose:
     @staticmethod
     def _one_weight(timed: _Timed, way: Candidate, known: Sequence[Candidate]) -> _Choice:
         found = timed.choice(way, known, PROMPT)
-        words = f"{timed.words([way, *known], FEW)}; {found.measured}"
-        return dataclasses.replace(found, detail=f"{_MEASURED}, one weight", measured=words)
+        times = (timed.times([way, *known], FEW), *found.measured)
+        return dataclasses.replace(found, detail=f"{_MEASURED}, one weight", measured=times)
 
     def _other_groups(self, site: Site, asked: Candidate) -> list[Candidate]:
         """The same codes with other groups, where the group was left to qgraph."""
@@ -378,20 +381,13 @@ class _Timed:
         fastest = min(ways, key=lambda way: self(way, rows))
         return asked if self(asked, rows) <= TIE * self(fastest, rows) else fastest
 
-    def words(self, ways: Sequence[Candidate], rows: int) -> str:
-        """`at 1 row uint4:group=64 0.061 ms (taken), float 0.079 ms`: the fastest first.
-
-        The first of `ways` is the one that is taken.
-        """
-        unit = "row" if rows == 1 else "rows"
+    def times(self, ways: Sequence[Candidate], rows: int) -> RowTimes:
+        """Those of `ways`, and of floats, that are known; the first of `ways` is taken."""
         known = [way for way in dict.fromkeys([*ways, _FLOAT]) if math.isfinite(self(way, rows))]
-        times = [
-            f"{way.name} {1e3 * self(way, rows):.3g} ms{' (taken)' * (way == ways[0])}"
-            for way in sorted(known, key=lambda way: self(way, rows))
-        ]
-        return f"at {rows} {unit} {', '.join(times)}"
+        found = sorted(((way.name, self(way, rows)) for way in known), key=lambda each: each[1])
+        return RowTimes(rows, ways[0].name, tuple(found))
 
     def choice(self, way: Candidate, ways: Sequence[Candidate], rows: int) -> _Choice:
         """A choice with its measured reason, and whether floats are faster."""
         slower = self(way, rows) > TIE * self(_FLOAT, rows)
-        return _Choice(way, _MEASURED, slower=slower, measured=self.words([way, *ways], rows))
+        return _Choice(way, _MEASURED, slower=slower, measured=(self.times([way, *ways], rows),))

@@ -34,6 +34,7 @@ from qgraph.passes.solver import Problem, Ranges
 from qgraph.progress import Progress, Silent
 from qgraph.registry import did_you_mean
 from qgraph.rounding import RoundingSource
+from qgraph.wording import counted
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 LEFT_IN_FLOAT = (
@@ -369,7 +370,7 @@ def _no_stacks(opened: Checkpoint, kept: Sequence[Kept], layout: str) -> str:
     found = "no weights"
     if matrices:
         shape = list(opened.floats[matrices[0].name].shape)
-        found = f"{len(matrices)} other weights, such as {matrices[0].name} {shape}"
+        found = f"{counted(len(matrices), 'other weight')}, such as {matrices[0].name} {shape}"
     stacks = [item for item in matrices if WANTED not in item.reason]
     if stacks:
         found = f"{stacks[0].name}: {stacks[0].reason}"

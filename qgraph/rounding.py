@@ -10,8 +10,10 @@ from onnx_ir import DataType
 
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, Format, QuantizedWeight
+from qgraph.formats.grouping import ScaleOverflow
 from qgraph.lost_weights import WIDER
 from qgraph.quant_tensor import Deviation, QuantSource, square_sum
+from qgraph.wording import counted
 
 
 class RoundingSource(QuantSource):
@@ -39,12 +41,10 @@ class RoundingSource(QuantSource):
         rows = self.read(start, stop)
         try:
             found = self.round(rows, fitted)
-        except OverflowError as error:
+        except ScaleOverflow as error:
             self.check_finite(rows, start)
-            row, group = error.args[1]
             raise InputError(
-                f"weight {self.name}: row {start + row}, group {group}: "
-                f"{error.args[0].rpartition(': ')[2]}; "
+                f"weight {self.name}: {error.below(start)}; "
                 f"keep it in float with --exclude '{self.name}'{self.wider}"
             ) from None
         if not np.isfinite(found.scales).all():
@@ -88,8 +88,8 @@ class RoundingSource(QuantSource):
         row, column = (int(i) for i in bad[0])
         raise InputError(
             f"weight {self.name}: NON_FINITE_WEIGHT: {rows[row, column]} at row {start + row}, "
-            f"column {column} ({len(bad)} such values in {len(rows)} rows); repair the "
-            f"checkpoint, or keep it as it is with --exclude '{self.name}'"
+            f"column {column} ({counted(len(bad), 'such value')} in {counted(len(rows), 'row')}); "
+            f"repair the checkpoint, or keep it as it is with --exclude '{self.name}'"
         )
 
     def deviation(self, start: int, stop: int, weight: QuantizedWeight) -> Deviation:

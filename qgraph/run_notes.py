@@ -20,7 +20,7 @@ from qgraph.coverage import LINEAR_ROLES, NOT_COUNTED
 from qgraph.errors import InputError
 from qgraph.formats.base import parse
 from qgraph.graph import Graph
-from qgraph.kernel_choice import FOLDING_ENTRY, dividing_group
+from qgraph.kernel_choice import FOLDING_ENTRY, dividing_group, read_kernel
 from qgraph.kernel_ops import NBITS
 from qgraph.machine import peak_rss
 from qgraph.out_file import same_file, why_unwritable, write_file
@@ -30,6 +30,7 @@ from qgraph.saved_file import check_output
 from qgraph.sites import Site
 from qgraph.solver_names import without_data
 from qgraph.traits import traits_of
+from qgraph.wording import counted, plural
 
 TOKENS_A_CHANNEL = 4
 """Of independent noise, GPTQ on as many tokens as K channels loses half as much again as rounding
@@ -110,7 +111,8 @@ def plan_notes(plan: QuantPlan) -> list[str]:
     notes += _second_weights(plan)
     kept = sum(item.solver == KEPT for item in plan.decisions)
     if kept:
-        notes.append(f"{kept} sites came packed and stay as they are, whatever was asked for")
+        stay = plural(kept, "stays as it is", "stay as they are")
+        notes.append(f"{counted(kept, 'site')} came packed and {stay}, whatever was asked for")
     notes += _adopted(plan)
     if plan.recipe.dequantize_at_load:
         notes.append(_at_load(plan))
@@ -144,22 +146,28 @@ def _adopted(plan: QuantPlan) -> list[str]:
     if not others:
         return []
     kinds = ", ".join(sorted({str(fmt) for fmt in others}))
+    keep = plural(len(others), "keeps its", "keep their")
     return [
-        f"{len(others)} sites came as Q/DQ and keep their codes ({kinds}), whatever format, solver "
-        "or activations were asked for: start from the float model to change them"
+        f"{counted(len(others), 'site')} came as Q/DQ and {keep} codes ({kinds}), whatever format, "
+        "solver or activations were asked for: start from the float model to change them"
     ]
 
 
 def _in_blocks(packed: Sequence[Decision]) -> list[str]:
     """What a kernel's block is to a format with one scale to a row."""
     whole = {i.format: i.kernel for i in packed if parse(str(i.format)).group == 0 and i.kernel}
-    found = {spelled: kernel for spelled, kernel in whole.items() if "block=" in str(kernel)}
+    found = {spelled: kernel for spelled, kernel in whole.items() if _repeats_scales(kernel)}
     return [
         f"{spelled} has one scale to a row; its kernel ({kernel}) reads one to a block, so the "
         "row's is written once for each block"
         for spelled, kernel in found.items()
-        if str(kernel).startswith(NBITS.op_type)
     ]
+
+
+def _repeats_scales(kernel: str) -> bool:
+    """Whether it reads a scale for each block."""
+    spelled = read_kernel(kernel)
+    return spelled.block is not None and spelled.op == NBITS.op_type
 
 
 def _padded(chosen: Sequence[Decision]) -> list[str]:
@@ -188,9 +196,9 @@ def _second_weights(plan: QuantPlan) -> list[str]:
     size = sum(each.packed_bytes for each in many) / 1e6
     whole = sum(item.packed_bytes for item in plan.decisions if item.shared_with is None) / 1e6
     return [
-        f"{len(many)} linears have a second weight, for {many[0].from_rows} rows and more: "
-        f"{size:.1f} of {whole:.1f} MB of packed weights; `qgraph bench` with --rows says what it "
-        "gains, --for decode or prefill does without"
+        f"{counted(len(many), 'linear has', 'linears have')} a second weight, for "
+        f"{many[0].from_rows} rows and more: {size:.1f} of {whole:.1f} MB of packed weights; "
+        "`qgraph bench` with --rows says what it gains, --for decode or prefill does without"
     ]
 
 
@@ -202,7 +210,10 @@ def _at_load(plan: QuantPlan) -> str:
         if item.quantized and item.solver != KEPT and item.role in LINEAR_ROLES
     ]
     size = sum(item.float_bytes for item in linears) / 1e6
-    words = f"{len(linears)} linears become floats when the model is loaded: {size:.1f} MB"
+    become = plural(len(linears), "becomes", "become")
+    words = (
+        f"{counted(len(linears), 'linear')} {become} floats when the model is loaded: {size:.1f} MB"
+    )
     if not traits_of(plan.target).spells_qdq:
         return f"{words} of memory, and the speed of float"
     return f"{words} of memory, where the session entry {FOLDING_ENTRY} is set; else at each call"
@@ -262,10 +273,10 @@ def thin_data_notes(seen: Mapping[str, tuple[int, int]], plan: QuantPlan) -> lis
         return []
     tokens, k, site = min(thin, key=lambda each: each[0] / each[1])
     return [
-        f"calibration: {len(thin)} linears were solved on fewer than {TOKENS_A_CHANNEL} tokens for "
-        f"each input channel, at worst {tokens} for K = {k} ({site}): solvers learn so few by "
-        "heart, and other text can lose more than with rounding; give more --samples, or longer "
-        "ones (--sequence)"
+        f"calibration: {counted(len(thin), 'linear was', 'linears were')} solved on fewer than "
+        f"{TOKENS_A_CHANNEL} tokens for each input channel, at worst {tokens} for K = {k} "
+        f"({site}): solvers learn so few by heart, and other text can lose more than with "
+        "rounding; give more --samples, or longer ones (--sequence)"
     ]
 
 

@@ -7,6 +7,8 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from qgraph.wording import counted
+
 
 @dataclasses.dataclass(frozen=True)
 class ProfileRow:
@@ -58,7 +60,7 @@ class RunOf:
     @property
     def inputs(self) -> str:
         """In words: `16 rows (input_ids 1×16)`."""
-        rows = "" if self.rows is None else f"{self.rows} row{'s' * (self.rows != 1)} "
+        rows = "" if self.rows is None else f"{counted(self.rows, 'row')} "
         sizes = {name: "×".join(map(str, dims)) for name, dims in self.shapes.items()}
         words = [f"{name} {size}".rstrip() for name, size in sizes.items()]
         if len(words) > _INPUTS_NAMED + 1:  # a decoder's cache has two a layer
@@ -68,7 +70,7 @@ class RunOf:
     @property
     def line(self) -> str:
         """In words: `16 rows (input_ids 1×16), median of 10 runs`."""
-        return f"{self.inputs}, median of {self.runs} runs"
+        return f"{self.inputs}, median of {counted(self.runs, 'run')}"
 
 
 @dataclasses.dataclass(frozen=True)

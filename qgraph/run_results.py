@@ -89,8 +89,8 @@ def result(
     predicted = prepared.prediction.to_json() if prepared.prediction is not None else None
     told = _told(model, prepared, lowering)
     notes = lowering.report.notes
-    if GATHERED in notes and _experts_are_packed(made.graph):
-        notes.remove(GATHERED)
+    if prepared.graph.gathers_experts and _experts_are_packed(made.graph):
+        notes[:] = [each for each in notes if each != GATHERED]
     lowering.report.notes.extend(thin_data_notes(found.statistics, made.plan))
     lowering.report.notes.extend(version_notes(prepared.graph.model, model))
     lowering.report.notes.extend(idle_notes(request, made.plan, lowering.report.steps))
@@ -108,8 +108,9 @@ def result(
         write_report(report, content if request.dry_run else lowering.report.to_json(), files)
     line = plan.coverage.line("quantized" if files else "would quantize", (before, after))
     return Result(
-        made.graph, plan, lowering.report, files, line, prepared.prediction, prepared.lacks
-    )
+        made.graph, plan, lowering.report, files, line, prepared.prediction, prepared.lacks,
+        prepared.times,
+    )  # fmt: skip
 
 
 def _experts_are_packed(graph: Graph) -> bool:

@@ -11,11 +11,11 @@ import onnx_ir as ir
 
 from qgraph.errors import InputError
 from qgraph.ort_versions import (
+    ATTENTION_BIAS,
     NEWEST,
     OLDEST,
     ONNX,
     STORED_CACHE,
-    WITHOUT_CACHE,
     Version,
     features_of,
     ir_since,
@@ -27,6 +27,7 @@ from qgraph.ort_versions import (
 from qgraph.scopes import nodes
 from qgraph.site import CONTRIB
 from qgraph.traits import targets_with, traits_of
+from qgraph.wording import counted
 
 if TYPE_CHECKING:
     from qgraph.capabilities import Capabilities
@@ -47,8 +48,7 @@ class Need:
     @property
     def words(self) -> str:
         """`GroupQueryAttention with query_seqlens (30 nodes)`."""
-        plural = "s" if self.nodes > 1 else ""
-        return f"{self.what} ({self.nodes} node{plural})" if self.nodes else self.what
+        return f"{self.what} ({counted(self.nodes, 'node')})" if self.nodes else self.what
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ def restricted(capabilities: Capabilities, recipe: Recipe) -> Capabilities:
         )
     oldest = parse_version(recipe.min_runtime)
     wanted = (("--kv-cache", recipe.kv_cache, STORED_CACHE, "whose attention reads codes"),
-              ("--add-cache", recipe.add_cache, WITHOUT_CACHE, "whose attention goes without one")
+              ("--add-cache", recipe.add_cache, ATTENTION_BIAS, "whose attention hides padding")
               )  # fmt: skip
     for option, asked, since, why in wanted:
         if asked and oldest < since:

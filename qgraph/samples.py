@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from qgraph.errors import InputError
 from qgraph.feeding import as_samples
 from qgraph.text import Sample, read_samples, token_blocks
+from qgraph.wording import counted
 
 Data = str | os.PathLike[str] | NDArray[Any] | Iterable[Any]
 
@@ -43,7 +44,8 @@ def given_samples(
         raise InputError("wanted either a text with its tokenizer, or data: one of the two")
     if samples < 1 or sequence < 2:
         raise InputError(
-            f"{samples} samples of {sequence} tokens: wanted at least 1 sample of 2 tokens"
+            f"{counted(samples, 'sample')} of {counted(sequence, 'token')}: wanted at least 1 "
+            "sample of 2 tokens"
         )
     if text is not None:
         if tokenizer is None:

@@ -11,6 +11,7 @@ from typing import Protocol
 from qgraph.errors import InputError
 from qgraph.registry import did_you_mean
 from qgraph.sites import Site
+from qgraph.wording import counted, plural
 
 ROLES = ("linear", "head", "experts", "embedding")
 ALIASES = "qgraph.aliases"
@@ -103,6 +104,6 @@ def check(selectors: Sequence[str], sites: Sequence[Site | Named]) -> None:
         )
         lines.append(f"{text!r} matches no site{near}")
     raise InputError(
-        f"selector {'; '.join(lines)} (there are {len(known)} names: `qgraph explain MODEL --all` "
-        "lists them)"
+        f"selector {'; '.join(lines)} (there {plural(len(known), 'is', 'are')} "
+        f"{counted(len(known), 'name')}: `qgraph explain MODEL --all` lists them)"
     )

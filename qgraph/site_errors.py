@@ -21,6 +21,7 @@ from qgraph.site_bounds import BoundedSite
 from qgraph.site_outputs import noted, read_graph
 from qgraph.site_pairs import SharedSite, paired_sites
 from qgraph.text import Sample
+from qgraph.wording import counted, plural
 
 SCALERS = ("awq", "smoothquant")
 """Solvers that scale channels; files that they made once do not say which."""
@@ -44,19 +45,20 @@ def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comp
     ordered = noted(candidate, ROWS_ORDERED)
     if kept := [site for site in shared if site.name in ordered]:
         shared = [site for site in shared if site.name not in ordered]
-        words = f"{len(kept)} sites give their channels in the act order of the next: not compared"
+        words = f"{_sites(len(kept), 'gives its channels', 'give their channels')} in the act order"
+        words += " of the next: not compared"
         found = _noting(found, words)
     if not shared:
         return found
     scaled, inputs = noted(candidate, ROWS_SCALED), noted(candidate, INPUTS_SCALED)
     if many := sum(site.name in scaled for site in shared):
         words = (
-            f"{many} sites give channels that are scaled for the next: compared with each channel "
-            "times the factor that brings it nearest"
+            f"{_sites(many, 'gives', 'give')} channels that are scaled for the next: compared with "
+            "each channel times the factor that brings it nearest"
         )
         found = _noting(found, words)
     if many := sum(site.name in inputs for site in shared):
-        words = f"{many} sites read channels that are scaled: nothing is said of their own errors"
+        words = f"{_sites(many, 'reads', 'read')} channels that are scaled: {_unsaid(many)}"
         found = _noting(found, words)
     bounded = _bounded(shared)
     width = 4 * sum(site.width for site in shared)
@@ -73,7 +75,9 @@ def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comp
         return _noting(found, f"no site was compared: {error}")
     odd = len(shared) - len(rows)
     if odd:
-        found = _noting(found, f"{odd} sites give outputs of another shape: not compared")
+        found = _noting(
+            found, f"{_sites(odd, 'gives', 'give')} outputs of another shape: not compared"
+        )
     rows, broken = _with_bounds(rows, bounded, _scaled(candidate, shared))
     if broken:
         found = _noting(found, broken)
@@ -94,6 +98,15 @@ def _way(side: Side, model: ir.Model, samples: Sequence[Sample]) -> bool | None:
             return bool(side.run(samples[0])[name])
     except InputError:
         return None
+
+
+def _sites(count: int, one: str, many: str) -> str:
+    """So many sites, with the verb for one or for several."""
+    return f"{counted(count, 'site')} {plural(count, one, many)}"
+
+
+def _unsaid(count: int) -> str:
+    return f"nothing is said of {plural(count, 'its own error', 'their own errors')}"
 
 
 def _bounded(shared: Sequence[SharedSite]) -> dict[str, BoundedSite]:
@@ -132,9 +145,10 @@ def _with_bounds(
         return tuple(found), ""
     worst = max(broken, key=_excess)
     return tuple(found), (
-        f"the kernels of {len(broken)} sites give something else than the product with the stored "
-        f"weight: {worst.name} ({worst.candidate_op}) is {_excess(worst):.3g} times its rounding "
-        "off. `qgraph optimize` checks kernels and takes the next one, unless --no-check"
+        f"the {plural(len(broken), 'kernel')} of {_sites(len(broken), 'gives', 'give')} something "
+        f"else than the product with the stored weight: {worst.name} ({worst.candidate_op}) is "
+        f"{_excess(worst):.3g} times its rounding off. `qgraph optimize` checks kernels and takes "
+        "the next one, unless --no-check"
     )
 
 

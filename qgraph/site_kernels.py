@@ -60,7 +60,7 @@ class SiteKernels:
         fmt.validate(site.n, site.k)
         detail = self.capabilities.traits.experts_in_float
         if site.role == "experts" and detail:
-            return dataclasses.replace(decision, reason="NO_FUSED_KERNEL", detail=detail)
+            return dataclasses.replace(decision, reason="NO_FUSED_KERNEL", remark=detail)
         dtype = site.dtype
         # FP8 activations are floats again before any kernel reads them.
         read = FLOAT if activations in FP8_KINDS else activations
@@ -77,7 +77,7 @@ class SiteKernels:
         portable = is_portable(self.recipe.unfused, fmt) and dtype.name in ("FLOAT", "FLOAT16")
         if rule is None and (not portable or read != FLOAT):
             detail = answer.detail + (self._instead(site, fmt, solver) if answer.since else "")
-            return dataclasses.replace(decision, reason=answer.reason, detail=detail)
+            return dataclasses.replace(decision, reason=answer.reason, remark=detail)
         outliers = min(self.recipe.outliers, site.k - 1) if read != FLOAT else 0
         if outliers and query.op == DEQUANTIZE_LINEAR:
             raise InputError(
@@ -99,7 +99,7 @@ class SiteKernels:
                 decision,
                 kernel=PORTABLE,
                 reason="NO_FUSED_KERNEL",
-                detail=self._why_portable(site, fmt, answer),
+                remark=self._why_portable(site, fmt, answer),
             )
         price = self._price(site, fmt, layout)
         detail = self._at_load(site, query) or answer.detail or price
@@ -108,7 +108,7 @@ class SiteKernels:
             kernel=spell_kernel(query),
             origin=rule.origin,
             reason=self._remark(activations) or answer.reason or (_LARGER if price else None),
-            detail="; ".join(each for each in (FP8_WORDS.get(activations), detail) if each),
+            remark="; ".join(each for each in (FP8_WORDS.get(activations), detail) if each),
         )
 
     def _owner(self, site: Site, fmt: Format) -> str | None:

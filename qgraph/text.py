@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qgraph.errors import InputError, MissingExtra
+from qgraph.wording import counted
 
 Sample = dict[str, NDArray[Any]]
 IDS, MASK = "input_ids", "attention_mask"
@@ -43,7 +44,7 @@ def token_blocks(
     ids, tokens = cut_blocks(text, encoder, sequence, samples)
     if not len(ids):
         raise InputError(
-            f"the text {text} has {tokens} tokens, less than one block of {sequence}: "
+            f"the text {text} has {counted(tokens, 'token')}, less than one block of {sequence}: "
             "give a longer text, or a smaller --sequence"
         )
     return TextBlocks(ids, int(encoder.get_vocab_size(with_added_tokens=True)))

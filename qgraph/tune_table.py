@@ -19,6 +19,7 @@ from qgraph.formats.base import parse
 from qgraph.out_file import write_file
 from qgraph.recipe import FLOAT
 from qgraph.user_cache import cache_folder
+from qgraph.wording import counted
 
 SCHEMA = 1
 _FOLDER = "tune"
@@ -67,7 +68,7 @@ class Machine:
         return cache_folder() / _FOLDER / f"{digest}.json"
 
     def __str__(self) -> str:
-        return f"{self.cpu}, {self.threads} threads, {self.runtime}"
+        return f"{self.cpu}, {counted(self.threads, 'thread')}, {self.runtime}"
 
 
 @dataclasses.dataclass

@@ -16,15 +16,15 @@ from qgraph.errors import CoverageError, InputError
 from qgraph.graph import Graph
 from qgraph.machine import cpu_name, usable_cores
 from qgraph.one_op import float_linear
-from qgraph.plan import QuantPlan
 from qgraph.prediction import matmul_rate
 from qgraph.progress import Progress
-from qgraph.purposes import candidates_of, plan_for, sizes_of
+from qgraph.purposes import PurposePlan, candidates_of, plan_for, sizes_of
 from qgraph.quant_tensor import QuantTensor
 from qgraph.recipe import FLOAT, Override, Recipe
 from qgraph.sites import Site
 from qgraph.timing import ROUND_SECONDS
 from qgraph.tune_table import Candidate, Machine, Measured, Table, load
+from qgraph.wording import counted
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
@@ -48,8 +48,8 @@ def plan_by_purpose(
     *,
     tune: bool,
     progress: Progress,
-) -> tuple[QuantPlan, list[str]]:
-    """The plan for the recipe's purpose, by this machine's times where there are any; notes.
+) -> PurposePlan:
+    """The plan for the recipe's purpose, by this machine's times where there are any.
 
     tune: measure what is missing, and keep it.
 
@@ -68,14 +68,15 @@ def plan_by_purpose(
         notes.append(
             f"--for {recipe.purpose} goes by rule: nothing was measured here; --tune measures"
         )
-    plan, times = plan_for(sites, recipe, capabilities, table, graph.model.graph)
+    found = plan_for(sites, recipe, capabilities, table, graph.model.graph)
+    plan = found.plan
     if recipe.last_logits:  # however long a prompt is, its head sees one row of it
         name = require_head(graph.model).linear.name
         few = dataclasses.replace(recipe, purpose="decode", activations=FLOAT, outliers=0)
-        own, _ = plan_for(sites, few, capabilities, table, graph.model.graph)
+        own = plan_for(sites, few, capabilities, table, graph.model.graph).plan
         decisions = tuple(own[d.site] if d.site == name else d for d in plan.decisions)
         plan = dataclasses.replace(plan, decisions=decisions)
-    return plan, [*notes, *times]
+    return PurposePlan(plan, (*notes, *found.notes), found.times)
 
 
 def fill(
@@ -104,8 +105,8 @@ def fill(
             _measure(table, n, k, dtype, ways, again, runtime)
             table.save()
         progress.advance(done)
-    words = f"{count} times measured" if count else "all times were known"
-    progress.finish(f"{words}, {len(sizes)} sizes, kept in {table.machine.file}")
+    words = f"{counted(count, 'time')} measured" if count else "all times were known"
+    progress.finish(f"{words}, {counted(len(sizes), 'size')}, kept in {table.machine.file}")
 
 
 def _announce(
@@ -128,8 +129,9 @@ def _announce(
     # A round takes at least its time, and a way has to be made and opened: about as long.
     once = [max(ROUND_SECONDS, 2 * n * k * rows / rate) for n, k, rows in lacking]
     each_way = sum((ROUNDS + 2) * each + ROUND_SECONDS for each in once)
+    sizes_lacking = len({size[:2] for size in lacking})
     seconds = (len(ways) + REMATCHES * len(ways) / 2) * each_way
-    words = f"{len(lacking) * len(ways)} times of {len({size[:2] for size in lacking})} sizes"
+    words = f"{counted(len(lacking) * len(ways), 'time')} of {counted(sizes_lacking, 'size')}"
     progress.finish(f"{words}, about {seconds:.0f} s")
 
 

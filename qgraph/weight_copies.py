@@ -41,15 +41,15 @@ def with_costs(
         elif floats:
             size = stored_bytes(site) / 1e6
             detail = f"{floats[0]} reads the dequantized weight: {size:.1f} MB stay in the file"
-            decision = dataclasses.replace(decision, reason="DQ_MULTIPLE_READERS", detail=detail)
+            decision = dataclasses.replace(decision, reason="DQ_MULTIPLE_READERS", remark=detail)
         elif len(formats) > 1:
             size = decision.packed_bytes / 1e6
             detail = (
                 f"{len(formats)} packed copies ({', '.join(formats)}): this one takes {size:.1f} MB"
             )
-            decision = dataclasses.replace(decision, reason="SEPARATE_COPY", detail=detail)
+            decision = dataclasses.replace(decision, reason="SEPARATE_COPY", remark=detail)
         elif decision.shared_with is not None:
             detail = f"one packed weight with {decision.shared_with}"
-            decision = dataclasses.replace(decision, reason="SHARED_WITH", detail=detail)
+            decision = dataclasses.replace(decision, reason="SHARED_WITH", remark=detail)
         found.append(decision)
     return found

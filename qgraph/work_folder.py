@@ -26,6 +26,7 @@ from qgraph.constants import open_bytes
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
 from qgraph.scopes import nodes, scopes
+from qgraph.wording import counted, plural
 
 MARK = "qgraph-unfinished.json"
 HASHED = "hash "
@@ -77,7 +78,7 @@ class WorkFolder:
         count = len(list(self.path.glob("*.safetensors")))
         if not count:
             return f"nothing unfinished in {self.path}: beginning anew"
-        return f"{count} finished weights in {self.path}"
+        return f"{counted(count, 'finished weight')} in {self.path}"
 
     @property
     def way_on(self) -> str:
@@ -85,7 +86,7 @@ class WorkFolder:
         done = self.taken + self.kept
         if not done:
             return ""
-        words = "1 finished weight lies" if done == 1 else f"{done} finished weights lie"
+        words = counted(done, "finished weight lies", "finished weights lie")
         return f"{words} in {self.path}: the same command with --resume goes on from there"
 
     @property
@@ -95,11 +96,15 @@ class WorkFolder:
             return []
         if not self.taken + self.stale:
             return [f"--resume: nothing unfinished lay in {self.path}, so all was computed"]
-        notes = [f"--resume: {self.taken} weights were taken from {self.path}"]
+        notes = [
+            f"--resume: {counted(self.taken, 'weight was', 'weights were')} taken from {self.path}"
+        ]
         if self.stale:
+            belong = plural(self.stale, "belongs", "belong")
+            damaged = plural(self.stale, "is damaged, and was", "are damaged, and were")
             notes.append(
-                f"--resume: {self.stale} results belong to another run (other data, options, "
-                "model or version) or are damaged, and were computed again"
+                f"--resume: {counted(self.stale, 'result')} {belong} to another run (other data, "
+                f"options, model or version) or {damaged} computed again"
             )
         return notes
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from qgraph.errors import InputError
 from qgraph.runtimes.base import Arrays, Session, ValueSpec
 from qgraph.runtimes.feeds import is_cache
+from qgraph.wording import counted
 
 Ids: TypeAlias = NDArray[np.int64]
 Logits: TypeAlias = NDArray[np.float32]
@@ -151,8 +152,8 @@ def _pairs(pasts: Sequence[ValueSpec], outputs: Sequence[ValueSpec]) -> tuple[Ca
     alike = [spec for spec in outputs if len(spec.shape) == len(pasts[0].shape)]
     if len(alike) != len(pasts):
         _refuse(
-            f"it has {len(pasts)} pasts ({pasts[0].name}, …) and {len(alike)} outputs that could "
-            f"continue them ({_shown(outputs)})"
+            f"it has {counted(len(pasts), 'past')} ({pasts[0].name}, …) and "
+            f"{counted(len(alike), 'output')} that could continue them ({_shown(outputs)})"
         )
     return tuple(CachePair(p, present.name) for p, present in zip(pasts, alike, strict=True))
 

@@ -20,6 +20,7 @@ from qgraph.beside import graph_at
 from qgraph.errors import InputError, MissingExtra
 from qgraph.runtimes.base import Arrays, Feeds, Model, ValueSpec
 from qgraph.runtimes.ort_mapped import Mapped, around, mapped_weights
+from qgraph.wording import counted
 
 _NUMPY = {"FLOAT": "float32", "DOUBLE": "float64"}
 SMALL_MODEL = 1_000_000_000
@@ -60,7 +61,7 @@ class OrtSession:
 def _shapes(feeds: Feeds, most: int = 3) -> str:
     """The shapes of the first few inputs: samples may be longer than a model's positions."""
     shown = [f"{name} {list(np.shape(array))}" for name, array in feeds.items()]
-    more = f" and {len(shown) - most} more inputs" if len(shown) > most else ""
+    more = f" and {counted(len(shown) - most, 'more input')}" if len(shown) > most else ""
     return ", ".join(shown[:most]) + more
 
 

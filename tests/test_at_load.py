@@ -154,7 +154,7 @@ def test_on_the_command_line_and_in_a_recipe(
     source, _ = model(tmp_path)
     out = tmp_path / "o.onnx"
     assert run(["optimize", str(source), "-o", str(out), "--dequantize-at-load"]) == 0
-    assert "1 linears become floats when the model is loaded" in capsys.readouterr().out
+    assert "1 linear becomes floats when the model is loaded" in capsys.readouterr().out
     recipe = tmp_path / "r.toml"
     recipe.write_text("dequantize_at_load = true\n")
     assert Recipe.from_toml(recipe).to_json()["dequantize_at_load"] is True

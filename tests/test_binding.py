@@ -102,7 +102,7 @@ def test_null_leaves_a_weight_as_it_is(mlp: Path, out: Path) -> None:
     result = imported(mlp_checkpoint(), mlp, out, bindings={"down": None})
     assert ops(out)["Gemm"] == 1
     assert result.plan["down"].reason == "FLOAT_IN_CHECKPOINT"
-    assert "1 quantized parameters are read by no site: l.0.down.weight" in result.report.notes
+    assert "1 quantized parameter is read by no site: l.0.down.weight" in result.report.notes
 
 
 TWO = f"""(float[M, {K}] x) => (float[M, {K}] y) {{
@@ -260,7 +260,7 @@ def test_weights_that_have_nothing_in_common_are_told(mlp: Path) -> None:
         floats=mlp_floats("l.0.up.bias"),
     )
     (note,) = strangers(imported(strange, mlp, None))
-    assert note.startswith("1 weights of those looked at have")
+    assert note.startswith("1 weight of those looked at has")
     assert "own: l.0.up.weight;" in note
     assert not strangers(imported(given, mlp, None))
 

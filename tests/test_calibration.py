@@ -256,7 +256,7 @@ def test_a_tokenizer_goes_with_texts_and_texts_with_a_tokenizer(tokenizer: Path)
             CalibrationData(source, tokenizer)
     with pytest.raises(InputError, match="0 calibration samples of 512 tokens"):
         CalibrationData("b.jsonl", samples=0)
-    with pytest.raises(InputError, match="samples of 1 tokens"):
+    with pytest.raises(InputError, match="samples of 1 token:"):
         CalibrationData("b.jsonl", sequence=1)
 
 

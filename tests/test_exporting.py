@@ -266,6 +266,20 @@ def test_a_folder_of_another_model_is_refused(tmp_path: Path, model: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("layout", ["gptq", "fp8"])
+def test_a_folder_that_is_quantized_itself_is_refused_as_such(
+    tmp_path: Path, model: Path, layout: str
+) -> None:
+    """Not as that of another model, for lack of the names; nor are its scales copied as floats."""
+    qgraph.export_checkpoint(model, tmp_path / "packed", layout=layout, min_elements=0)
+    wanted = rf"--like .*packed: it holds quantized weights \(layout {layout}\), wanted the folder"
+    with pytest.raises(InputError, match=wanted):
+        qgraph.export_checkpoint(
+            model, tmp_path / "out", layout="gptq", like=tmp_path / "packed", min_elements=0
+        )
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_quantized_is_no_success(tmp_path: Path, model: Path) -> None:
     with pytest.raises(CoverageError, match="nothing was quantized"):
         qgraph.export_checkpoint(model, tmp_path / "out", layout="gptq", exclude=["*"])

@@ -115,7 +115,7 @@ def test_floats_take_the_checkpoint_s_values(mlp: Path, out: Path) -> None:
     given = dataclasses.replace(given, floats={"l.0.up.bias": tensor})
     result = imported(given, mlp, out)
     assert result.report.notes == [
-        "1 float constants have the checkpoint's values in place of the graph's: l.0.up.bias",
+        "1 float constant has the checkpoint's values in place of the graph's: l.0.up.bias",
         OLDEST,
         FUSED_BIAS,
     ]
@@ -127,7 +127,7 @@ def test_floats_take_the_checkpoint_s_values(mlp: Path, out: Path) -> None:
 def test_what_the_checkpoint_lacks_is_said(mlp: Path) -> None:
     given = dataclasses.replace(mlp_checkpoint(), floats={})
     assert imported(given, mlp, None).report.notes == [
-        "1 float constants are not in the checkpoint and stay as the graph has them: l.0.up.bias",
+        "1 float constant is not in the checkpoint and stays as the graph has it: l.0.up.bias",
         OLDEST,
         FUSED_BIAS,
     ]
@@ -296,7 +296,7 @@ def test_floats_without_a_place_are_told(tmp_path: Path) -> None:
     beside = {"a.bias": np.ones(32, np.float32), "ids": np.arange(3)}
     given = checkpoint(entry("a.weight", weights["a.weight"]), floats=beside)
     note, _ = imported(given, save(tmp_path, text, weights), None).report.notes
-    assert note.startswith("1 float tensors of the checkpoint are not in the graph")
+    assert note.startswith("1 float tensor of the checkpoint is not in the graph")
     assert note.endswith(": a.bias")
 
 
@@ -330,9 +330,9 @@ def test_a_model_of_its_own_lacks_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     whole = of_its_own(monkeypatch, tmp_path, given)
     assert all(item.quantized for item in whole.plan.decisions)
     without = dataclasses.replace(given, floats={})
-    with pytest.raises(InputError, match=r"no values to 1 parameters .*: l\.0\.up\.bias\. N"):
+    with pytest.raises(InputError, match=r"no values to 1 parameter .*: l\.0\.up\.bias\. N"):
         of_its_own(monkeypatch, tmp_path, without)
-    with pytest.raises(InputError, match=r"no values to 1 parameters .*: l\.0\.add"):
+    with pytest.raises(InputError, match=r"no values to 1 parameter .*: l\.0\.add"):
         of_its_own(monkeypatch, tmp_path, given, l__0__add=(2 * K,))
     renamed = {f"m.{name}": dataclasses.replace(each, name=f"m.{name}") for name, each in
                given.entries.items()}  # fmt: skip

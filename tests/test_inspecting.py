@@ -111,7 +111,7 @@ def test_a_float_checkpoint_can_be_quantized(
     place = write_folder(tmp_path / "m", {"a.weight": np.ones((8, 8), np.float16)}, {})
     assert run(["inspect", str(place)]) == 0
     out = capsys.readouterr().out
-    assert "nothing is quantized, 1 tensors in float (128 bytes)" in out
+    assert "nothing is quantized, 1 tensor in float (128 bytes)" in out
     assert f"next: qgraph quantize {place} -o OUT" in out
 
 

@@ -13,7 +13,15 @@ import qgraph
 from qgraph import registry
 from qgraph.capabilities import Capabilities, KernelRule, Query
 from qgraph.formats.base import Layout, parse
-from qgraph.kernel_choice import best_kernel, format_of, is_portable, layout_of, spell_kernel
+from qgraph.kernel_choice import (
+    SpelledKernel,
+    best_kernel,
+    format_of,
+    is_portable,
+    layout_of,
+    read_kernel,
+    spell_kernel,
+)
 from qgraph.kernel_ops import MATMUL_NBITS, OWN_LINEAR
 from qgraph.planning import make_plan
 from qgraph.recipe import Recipe
@@ -119,6 +127,16 @@ def test_spelling(query: Query, kernel: str, text: str) -> None:
     assert spell_kernel(query) == kernel
     assert format_of(query) == text
     assert parse(text).spell() == text
+    level = query.level if query.op == MATMUL_NBITS else None
+    assert read_kernel(kernel) == SpelledKernel(query.op.split("::")[1], query.block, level)
+
+
+def test_reading_kernels_without_numbers() -> None:
+    assert read_kernel("portable") == SpelledKernel("portable")
+    integer = "MatMulIntegerToFloat uint8 × int8 rows=dynamic"
+    assert read_kernel(integer) == SpelledKernel("MatMulIntegerToFloat")
+    with pytest.raises(ValueError, match="wide"):
+        read_kernel("MatMulNBits bits=4 block=wide")
 
 
 def test_what_is_portable() -> None:

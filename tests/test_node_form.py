@@ -94,7 +94,7 @@ def test_every_damage_is_told_or_harmless() -> None:
 
 
 WRONG = {
-    "inputs": ("MatMul (h, s)", "MatMul (h)", r"node g \(MatMul\).* has 1 inputs, wanted 2"),
+    "inputs": ("MatMul (h, s)", "MatMul (h)", r"node g \(MatMul\).* has 1 input, wanted 2"),
     "more": ("MatMul (h, s)", "MatMul (h, s, s)", r"has 3 inputs, wanted 2"),
     "left out": ("MatMul (h, s)", 'MatMul ("", s)', r"its input 0 is left out"),
     "type": ("perm = [1, 0]", "perm = 1.5", r"turned \(Transpose\).*perm is of the type FLOAT"),

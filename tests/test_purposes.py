@@ -18,6 +18,7 @@ from qgraph.plan import QuantPlan
 from qgraph.purposes import FROM_ROWS, ROWS, candidates_of, plan_for, sizes_of
 from qgraph.recipe import FLOAT, Override, Recipe
 from qgraph.runtimes.ort import CPU
+from qgraph.size_times import RowTimes, SizeTimes
 from qgraph.tune_table import Candidate, Machine, Measured, Table
 
 N, K = 96, 256
@@ -66,7 +67,8 @@ def planned(
 ) -> tuple[QuantPlan, list[str]]:
     asked = Recipe(**{"min_elements": 1, **recipe})
     known = capabilities or CPU.capabilities()
-    return plan_for(graph.sites(), asked, known, measured, graph.model.graph)
+    found = plan_for(graph.sites(), asked, known, measured, graph.model.graph)
+    return found.plan, [*found.notes, *map(str, found.times)]
 
 
 def linear(graph: Any, measured: Table, **recipe: Any) -> Any:
@@ -148,6 +150,14 @@ def test_slower_than_float_is_said(graph: Any) -> None:
         f"{N}×{K}, 1 linear: at 256 rows float 1e+03 ms, "
         "int8-pairs × int8-row (u8s8) 1.5e+03 ms (taken), uint4:group=64 2e+03 ms"
     ]
+
+
+def test_the_times_that_decided_are_data_by_size(graph: Any) -> None:
+    fast = table(uint4={256: 2.0}, w8a8={256: 1.0}, float={256: 3.0})
+    recipe = Recipe(min_elements=1, purpose="prefill")
+    found = plan_for(graph.sites(), recipe, CPU.capabilities(), fast, graph.model.graph)
+    seconds = ((W8A8.name, 1.0), (UINT4, 2.0), (FLOAT, 3.0))
+    assert found.times == (SizeTimes(N, K, 1, (RowTimes(256, W8A8.name, seconds),)),)
 
 
 def test_both_holds_one_weight_where_it_serves(graph: Any) -> None:

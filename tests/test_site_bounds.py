@@ -17,6 +17,7 @@ from qgraph.comparison import SiteRow
 from qgraph.formats.base import Array, parse, variants
 from qgraph.formats.output_bound import output_error_bound
 from qgraph.model_metadata import read_metadata
+from qgraph.wording import counted
 
 FORMATS = [f for name in registry.names("format") for f in variants(registry.load("format", name))]
 SPELLED = [f.spell() for f in FORMATS]
@@ -88,11 +89,12 @@ def test_scaled_channels_leave_the_kernel_s_ratio_alone(tmp_path: Path) -> None:
     for name in ("up", "down"):
         assert found[name].own_error is None
         assert found[name].kernel_ratio is not None and found[name].kernel_ratio < 1
+    rows, inputs = (
+        sum(key in item for item in noted.values()) for key in ("rows_scaled_for", "inputs_scaled")
+    )
     assert [note.partition(":")[0] for note in compared.notes] == [
-        f"{sum('rows_scaled_for' in item for item in noted.values())} sites give channels that "
-        "are scaled for the next",
-        f"{sum('inputs_scaled' in item for item in noted.values())} sites read channels that are "
-        "scaled",
+        f"{counted(rows, 'site gives', 'sites give')} channels that are scaled for the next",
+        f"{counted(inputs, 'site reads', 'sites read')} channels that are scaled",
     ]
 
 
@@ -138,7 +140,7 @@ def test_a_wrong_kernel_is_named(factor: float, tmp_path: Path) -> None:
     onnx.save(proto, out)
     found = qgraph.compare(source, out, tokens(2))
     (note,) = [each for each in found.notes if "kernels" in each]
-    assert note.startswith("the kernels of 1 sites give something else")
+    assert note.startswith("the kernel of 1 site gives something else")
     assert "down (MatMulNBits) is" in note
     wrong = {row.name for row in found.sites if not (row.kernel_ratio or 0) <= 1}
     assert wrong == {"down"}

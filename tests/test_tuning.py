@@ -153,6 +153,11 @@ def test_without_tune_a_kept_table_serves_and_without_for_nothing_changes(
     assert len(tried) == count
     assert "by measured times" in measured.plan["up"].detail
     assert any(note.startswith(f"{HIDDEN}×{WIDTH}, 1 linear:") for note in measured.report.notes)
+    assert {str(each) for each in measured.times} <= set(measured.report.notes)
+    assert {(each.n, each.k) for each in measured.times} == {
+        (i.n, i.k) for i in plain.plan.decisions
+    }
+    assert not rule.times
     after = qgraph.optimize(model, None, **options)
     assert after.plan.decisions == plain.plan.decisions
 

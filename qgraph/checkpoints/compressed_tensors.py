@@ -23,6 +23,7 @@ from qgraph.checkpoints.integers import GroupedEntry, contradictions
 from qgraph.checkpoints.tensors import Stored
 from qgraph.errors import InputError
 from qgraph.formats.base import Array
+from qgraph.wording import counted, plural
 
 _WEIGHT_PARTS = (
     "weight",
@@ -81,9 +82,13 @@ class CompressedTensors(CheckpointLayout):
         warnings = _contradictions(arguments, ordered)
         loose = [name for name in rest.floats if name.endswith(".weight_scale")]
         if loose:
+            lie, read = plural(len(loose), "lies", "lie"), plural(len(loose), "is read", "are read")
+            saved = plural(
+                len(loose), "it was saved before it was", "they were saved before they were"
+            )
             warnings.append(
-                f"{len(loose)} weights have scales and lie in float, such as {loose[0]}: they were "
-                "saved before they were compressed, and are read as floats, not rounded"
+                f"{counted(len(loose), 'weight has', 'weights have')} scales and {lie} in float, "
+                f"such as {loose[0]}: {saved} compressed, and {read} as floats, not rounded"
             )
         if any(group.get("input_activations") for group in groups):
             warnings.append(

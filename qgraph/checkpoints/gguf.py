@@ -34,6 +34,7 @@ from qgraph.checkpoints.tensors import Stored
 from qgraph.errors import InputError
 from qgraph.formats.base import Array, Format, parse
 from qgraph.registry import did_you_mean
+from qgraph.wording import counted, plural
 
 
 class Gguf(CheckpointLayout):
@@ -114,8 +115,9 @@ class Gguf(CheckpointLayout):
         found = []
         if moved:
             worst = max(moved, key=lambda name: moved[name])
+            change = plural(len(moved), "changes as it is", "change as they are")
             found.append(
-                f"{len(moved)} of {len(entries)} weights change as they are written, for GGUF "
+                f"{len(moved)} of {counted(len(entries), 'weight')} {change} written, for GGUF "
                 "stores scales and minimums in float16, or in steps of one: ‖W − W'‖/‖W‖ is "
                 f"{moved[worst]:.1e} at most, in {worst}"
             )

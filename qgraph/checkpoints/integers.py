@@ -16,6 +16,7 @@ from qgraph.errors import InputError
 from qgraph.formats.base import GROUPS, Array, Format, QuantizedWeight
 from qgraph.formats.grouping import count_groups
 from qgraph.formats.integer_groups import IntegerGroups
+from qgraph.wording import counted
 
 _HELD = {1: 2, 2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}
 """Bits of a code → those of the format that holds it exactly."""
@@ -162,7 +163,8 @@ def groups(
         span = size if size and -(-k // size) == nb else -(-k // nb)
         if -(-k // span) != nb:
             raise InputError(
-                f"{scales.path}: {scales.name} has {nb} groups, which {k} inputs cannot be cut into"
+                f"{scales.path}: {scales.name} has {counted(nb, 'group')}, which "
+                f"{counted(k, 'input')} cannot be cut into"
             )
         return columns // span, None, span
     group_of = g_idx.array().astype(np.int64)
@@ -171,12 +173,13 @@ def groups(
     if group_of.min() != 0 or not np.array_equal(group_of[order], columns // span):
         raise InputError(
             f"{g_idx.path}: {g_idx.name} puts {k} columns into groups {int(group_of.min())} to "
-            f"{int(group_of.max())}, not of equal length: wanted {nb} groups of {-(-k // nb)}"
+            f"{int(group_of.max())}, not of equal length: wanted {counted(nb, 'group')} of "
+            f"{-(-k // nb)}"
         )
     if -(-k // span) != nb:
         raise InputError(
-            f"{g_idx.path}: {g_idx.name} names {-(-k // span)} groups of {span} columns, and "
-            f"there are {nb} scales for each row"
+            f"{g_idx.path}: {g_idx.name} names {counted(-(-k // span), 'group')} of "
+            f"{counted(span, 'column')}, and there are {nb} scales for each row"
         )
     return group_of, None if np.array_equal(order, columns) else order, span
 

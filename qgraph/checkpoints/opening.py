@@ -10,6 +10,7 @@ from qgraph import registry
 from qgraph.checkpoints.base import Checkpoint, CheckpointLayout
 from qgraph.checkpoints.tensors import Stored, called, open_stored
 from qgraph.errors import InputError
+from qgraph.wording import counted, plural
 
 FLOAT = "float"
 """The layout's name of checkpoints in which nothing is quantized."""
@@ -47,8 +48,8 @@ def _checked(found: Checkpoint) -> Checkpoint:
     twice = [name for name in found.floats if name in found.entries]
     if twice:
         warnings.append(
-            f"{len(twice)} weights lie there in float too, such as {twice[0]}: the quantized ones "
-            "count"
+            f"{counted(len(twice), 'weight lies', 'weights lie')} there in float too, such as "
+            f"{twice[0]}: the quantized {plural(len(twice), 'one counts', 'ones count')}"
         )
     beside: dict[str, list[str]] = {}
     for name in found.floats:
@@ -56,8 +57,9 @@ def _checked(found: Checkpoint) -> Checkpoint:
         if word not in ("weight", "bias") and called(module, "weight") in found.entries:
             beside.setdefault(word, []).append(name)
     warnings += [
-        f"{len(names)} tensors called {word} lie beside quantized weights and are not read, such "
-        f"as {names[0]}: the model's numbers are others if it computes with them"
+        f"{counted(len(names), 'tensor')} called {word} {plural(len(names), 'lies', 'lie')} beside "
+        f"quantized weights and {plural(len(names), 'is', 'are')} not read, such as {names[0]}: "
+        "the model's numbers are others if it computes with them"
         for word, names in beside.items()
     ]
     return dataclasses.replace(found, warnings=tuple(warnings))

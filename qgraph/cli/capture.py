@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from qgraph.wording import counted
+
 Source = Annotated[
     Path,
     typer.Argument(
@@ -72,7 +74,9 @@ def capture(
     with console.Stages(console.messages(), quiet=quiet) as stages:
         stages.stage("capturing")
         graph = pipeline.capture(source, trust=trust, opset=opset)
-        stages.finish(f"{len(graph.model.graph)} nodes, {len(graph.sites())} sites")
+        stages.finish(
+            f"{counted(len(graph.model.graph), 'node')}, {counted(len(graph.sites()), 'site')}"
+        )
         stages.stage("writing", total=1000)
         files = save(
             graph.model,

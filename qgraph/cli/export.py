@@ -10,6 +10,7 @@ import typer
 from qgraph.cli import weight_options as shared
 from qgraph.cli.options import GRAPH_LAYOUTS, group_size, merged_recipe, one_of
 from qgraph.cli.run_options import Quiet
+from qgraph.wording import counted
 
 if TYPE_CHECKING:
     from qgraph.exporting import Exported
@@ -128,7 +129,8 @@ def _print(written: Exported) -> None:
     notes = [*(written.report.notes if written.report is not None else ()), *written.notes]
     for note in notes:
         print_line(out, f"note: {note}")
-    counts = f"{len(written.weights)} quantized weights, {written.floats} float tensors"
+    counts = f"{counted(len(written.weights), 'quantized weight')}, "
+    counts += counted(written.floats, "float tensor")
     print_line(out, f"{written.layout}: {counts}", style="bold")
     print_written(out, written.files)
     first = written.files[0]

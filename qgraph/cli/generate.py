@@ -11,6 +11,7 @@ import typer
 
 from qgraph.cli.options import RunTarget, Threads, print_json
 from qgraph.errors import InputError
+from qgraph.wording import counted
 
 if TYPE_CHECKING:
     from qgraph.generation import Generation
@@ -194,9 +195,9 @@ def _speeds(found: Generation) -> str:
     made = sum(len(row.tokens) for row in found.rows)
     stops = ", ".join(dict.fromkeys(row.stop for row in found.rows))
     parts = [
-        f"prompt {times.prompt_tokens} tokens, {times.prompt_speed:.1f} tokens/s",
+        f"prompt {counted(times.prompt_tokens, 'token')}, {times.prompt_speed:.1f} tokens/s",
         f"first token after {times.first_seconds:.2f} s",
-        f"{made} tokens made" + (f", {times.speed:.1f} tokens/s" if times.steps else ""),
+        f"{counted(made, 'token')} made" + (f", {times.speed:.1f} tokens/s" if times.steps else ""),
         f"ended by {stops}",
     ]
     return " · ".join(parts)

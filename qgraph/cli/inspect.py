@@ -10,6 +10,7 @@ from rich.console import Console
 
 from qgraph.cli.options import Shape, one_of, print_json
 from qgraph.registry import names
+from qgraph.wording import counted
 
 if TYPE_CHECKING:
     from qgraph.inspecting import Inspection
@@ -77,7 +78,7 @@ def _print(out: Console, found: Inspection) -> None:
         print_line(out, f"note: {note}")
     for warning in found.warnings:
         print_line(out, f"warning: {warning}", style="yellow")
-    floats = f"{found.float_tensors} tensors in float ({megabytes(found.float_bytes)})"
+    floats = f"{counted(found.float_tensors, 'tensor')} in float ({megabytes(found.float_bytes)})"
     if not found.rows:
         print_line(out, f"{found.path}: nothing is quantized, {floats}", style="bold")
         print_line(out, f"next: qgraph quantize {found.path} -o OUT")

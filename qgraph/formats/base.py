@@ -170,7 +170,7 @@ class Format(ABC):
         Rows may lie column by column, as linears store them; so do the codes then.
 
         Raises:
-            OverflowError: a scale does not fit `scale_dtype`; `args[1]` is (row, group).
+            ScaleOverflow: a scale does not fit `scale_dtype`.
         """
 
     def moved(self, weight: QuantizedWeight, steps: Array) -> QuantizedWeight:

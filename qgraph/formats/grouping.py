@@ -35,19 +35,38 @@ class Tile(NamedTuple):
         overflowing(ends, stored, self.rows.start, self.at.start)
 
 
+class ScaleOverflow(OverflowError):
+    """A group whose scale the type that it is stored in cannot hold.
+
+    row, group: where it is, counted in the rows that were given.
+    """
+
+    def __init__(self, row: int, group: int, stored: np.dtype[Any]) -> None:
+        self.row, self.group, self.stored = row, group, stored
+        super().__init__(f"row {row}, group {group}: {self.why}")
+
+    @property
+    def why(self) -> str:
+        """What is wrong, wherever that is."""
+        return f"its scale does not fit {self.stored}"
+
+    def below(self, rows: int) -> ScaleOverflow:
+        """The same with so many rows above."""
+        return ScaleOverflow(rows + self.row, self.group, self.stored)
+
+
 def overflowing(
     scales: Array, stored: np.dtype[np.floating[Any]], row: int = 0, group: int = 0
 ) -> None:
     """Refuse infinite scales `[n, nb, …]`, of rows from `row` and groups from `group` on.
 
     Raises:
-        OverflowError: `args[1]` is (row, group) of the first.
+        ScaleOverflow: names the first.
     """
     infinite = np.isinf(scales)
     if infinite.any():
         first = np.argwhere(infinite)[0]
-        at = int(first[0]) + row, int(first[1]) + group
-        raise OverflowError(f"row {at[0]}, group {at[1]}: its scale does not fit {stored}", at)
+        raise ScaleOverflow(int(first[0]) + row, int(first[1]) + group, stored)
 
 
 def count_groups(k: int, group: int) -> int:

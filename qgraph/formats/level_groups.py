@@ -86,7 +86,7 @@ class LevelGroups(Format):
         """The scales for groups whose largest magnitudes are `amax` `[n, nb]`.
 
         Raises:
-            OverflowError: see `Format.quantize`.
+            ScaleOverflow: see `Format.quantize`.
         """
 
     @abstractmethod
@@ -264,7 +264,7 @@ def float_scales(amax: Array, top: float, scale_dtype: ir.DataType) -> Array:
     """amax/top in `scale_dtype`, `[n, nb]`; see `as_stored`.
 
     Raises:
-        OverflowError: one does not fit; `args[1]` is (row, group).
+        ScaleOverflow: one does not fit.
     """
     check_scale_dtype(scale_dtype)
     stored: np.dtype[np.floating[Any]] = scale_dtype.numpy()

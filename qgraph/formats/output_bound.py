@@ -38,7 +38,7 @@ def output_error_bound(
 
     Raises:
         InputError: x does not fit the weight, or rows are so long that K·u ≥ 1.
-        OverflowError: see `Format.quantize`.
+        ScaleOverflow: see `Format.quantize`.
     """
     n, k = weight.shape
     if x.shape[-1:] != (k,):

@@ -11,8 +11,10 @@ from typing import Any
 
 from qgraph import torch_onnx
 from qgraph.errors import InputError
+from qgraph.expert_sites import GATHERED
 from qgraph.frontends import hf_config, hf_module, hf_weights, torch_export
 from qgraph.frontends.torch_export import Loaded
+from qgraph.wording import counted, plural
 
 _TOKENS = {0: "batch", 1: "sequence"}
 _TARGET = {0: "batch", 1: "target_sequence"}
@@ -48,10 +50,10 @@ def load(
     if shapes is not None:
         tensors = _zeros(shapes) | {name: tensors[name] for name in read}
     with torch_onnx.quiet():
-        module, notes = _module(folder, config, tensors)
+        module, notes, gathers = _module(folder, config, tensors)
     feeds, axes = _example(module, folder)
     found = torch_export.load(module, (), feeds, axes, title=folder.name or None, opset=opset)
-    return Loaded(found.model, (*notes, *found.notes))
+    return Loaded(found.model, (*notes, *found.notes), gathers)
 
 
 def parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -80,23 +82,26 @@ def _zeros(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
 
 def _module(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Any]
-) -> tuple[Any, list[str]]:
-    """The module with the folder's weights, and what a user should know of them."""
+) -> tuple[Any, list[str], bool]:
+    """The module with the folder's weights, what a user should know, whether it gathers experts."""
     floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     half = bool(floats) and all(str(tensor.dtype) == "torch.float16" for tensor in floats)
     module, info = hf_module.load(folder, config, tensors, half)
     hf_module.check_keys(folder, module, tensors, info)
-    notes = [*hf_weights.notes(tensors, half), *hf_module.spread_experts(module)]
+    notes = hf_weights.notes(tensors, half)
+    gathers = hf_module.spread_experts(module)
+    notes += [GATHERED] if gathers else []
     unused = sorted(info["unexpected_keys"])
     if unused:
         notes.append(
-            f"{len(unused)} tensors of {folder} have no place in its {type(module).__name__} and "
-            f"were left out: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''}"
+            f"{counted(len(unused), 'tensor')} of {folder} {plural(len(unused), 'has', 'have')} no "
+            f"place in its {type(module).__name__} and {plural(len(unused), 'was', 'were')} left "
+            f"out: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''}"
         )
     for part in module.modules():  # encoder and decoder may have configurations of their own
         if hasattr(getattr(part, "config", None), "use_cache"):
             part.config.use_cache = False
-    return module.eval(), notes
+    return module.eval(), notes, gathers
 
 
 def _example(module: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from qgraph.errors import InputError, one_line
-from qgraph.expert_sites import GATHERED
 from qgraph.frontends import hf_config, hf_weights
+from qgraph.wording import counted
 
 
 def load(
@@ -80,8 +80,8 @@ def parameter_shapes(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple
     return {name: tuple(each.shape) for name, each in module.named_parameters()}
 
 
-def spread_experts(module: Any) -> list[str]:
-    """Have a mixture of experts compute in ops that ONNX has; what a user should know of that.
+def spread_experts(module: Any) -> bool:
+    """Have a mixture of experts compute in ops that ONNX has; whether it is one.
 
     transformers' default is a product of groups of tokens, grouped_mm, of which ONNX has none,
     and its loop over the experts that are hit depends on the data. Batched products of gathered
@@ -89,9 +89,9 @@ def spread_experts(module: Any) -> list[str]:
     """
     routed = any(name.rpartition(".")[2] == "experts" for name, _ in module.named_modules())
     if not routed or not getattr(module, "_can_set_experts_implementation", lambda: False)():
-        return []
+        return False
     module.set_experts_implementation("batched_mm")
-    return [GATHERED]
+    return True
 
 
 def check_keys(
@@ -111,7 +111,7 @@ def check_keys(
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(
-            f"{folder} lacks {len(missing)} weights of its {name}, such as "
+            f"{folder} lacks {counted(len(missing), 'weight')} of its {name}, such as "
             f"{missing[0]}: download all of its safetensors"
         )
     own = {key for key, item in module.named_parameters() if item.is_floating_point()}

@@ -13,14 +13,19 @@ from qgraph.errors import InputError
 from qgraph.frontends import dynamic_axes, torch_reason
 from qgraph.frontends.naming import add_alias
 from qgraph.scopes import scopes
+from qgraph.wording import counted
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A model as torch exported it, and what a user should know of it."""
+    """A model as torch exported it, and what a user should know of it.
+
+    gathers_experts: whether routed experts are products of gathered weights.
+    """
 
     model: ir.Model
     notes: tuple[str, ...] = ()
+    gathers_experts: bool = False
 
 
 def load(
@@ -98,8 +103,8 @@ def _check_weights(source: Any, name: str) -> None:
     empty = [key for key, item in tensors if item.is_meta or isinstance(item, FakeTensor)]
     if empty:
         raise InputError(
-            f"{name} has {len(empty)} weights without data (on the meta device, or fake), such "
-            f"as {empty[0]}: load its weights first"
+            f"{name} has {counted(len(empty), 'weight')} without data (on the meta device, or "
+            f"fake), such as {empty[0]}: load its weights first"
         )
 
 

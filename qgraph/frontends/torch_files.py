@@ -13,11 +13,12 @@ Kind = Literal["pt2", "folder"]
 
 @dataclasses.dataclass(frozen=True)
 class FromFiles:
-    """A model, what a user should know of it, and the files it was read from."""
+    """A model, what a user should know of it, and the files it was read from; see `Loaded`."""
 
     model: ir.Model
     notes: tuple[str, ...]
     files: tuple[Path, ...]
+    gathers_experts: bool = False
 
 
 def kind_of(path: Path) -> Kind | None:
@@ -46,4 +47,4 @@ def load(path: Path, kind: Kind, trust: bool = False, opset: int | None = None) 
     from qgraph.frontends import hf_folder
 
     found = hf_folder.load(path, opset=opset)
-    return FromFiles(found.model, found.notes, hf_folder.files(path))
+    return FromFiles(found.model, found.notes, hf_folder.files(path), found.gathers_experts)

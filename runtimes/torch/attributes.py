@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from qgraph.errors import InputError
-from qgraph.runtimes.torch.missing import called
+from qgraph.runtimes.torch.missing import NodeError, called
 from qgraph.runtimes.torch.onnx_ops.host import DTYPES
 from qgraph.runtimes.torch.table import RESERVED, Entry
 
@@ -48,7 +48,7 @@ def check_arguments(node: ir.Node, entry: Entry, options: Mapping[str, Any]) -> 
     try:
         entry.signature.bind(*node.inputs, **options)
     except TypeError as error:
-        raise InputError(
+        raise NodeError(
             f"{called(node)}: {node.op_type} with {len(node.inputs)} inputs and "
             f"the attributes {', '.join(node.attributes) or '(none)'}: {error}. "
             "Export the model again"
@@ -77,7 +77,7 @@ def _python(node: ir.Node, attribute: ir.Attr) -> Any:
 
 
 def _refusal(node: ir.Node, name: str, what: str) -> InputError:
-    return InputError(
+    return NodeError(
         f"{called(node)}: {node.op_type} has {name!r}, {what}: run the model on ONNX Runtime, "
         "or export it without"
     )

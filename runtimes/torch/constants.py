@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from qgraph.constants import open_array
 from qgraph.errors import InputError
-from qgraph.runtimes.torch.missing import called
+from qgraph.runtimes.torch.missing import NodeError, called
 from qgraph.runtimes.torch.onnx_ops.host import DTYPES
 
 LITERAL = 1024
@@ -68,7 +68,7 @@ class Constants:
         if node.op_type != "Constant" or node.domain != "":
             return False
         if len(node.attributes) != 1:
-            raise InputError(
+            raise NodeError(
                 f"{called(node)}: a Constant has one attribute, its value; this one has "
                 f"{', '.join(node.attributes) or 'none'}: export the model again"
             )
@@ -84,7 +84,7 @@ class Constants:
         elif kind in (ir.AttributeType.FLOAT, ir.AttributeType.FLOATS):
             tensor = ir.tensor(np.array(value, np.float32))
         else:
-            raise InputError(
+            raise NodeError(
                 f"{called(node)}: a Constant of {kind.name.lower()}; the torch executor wants "
                 "numbers: remove what reads it, or run the model on ONNX Runtime"
             )

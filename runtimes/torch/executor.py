@@ -19,7 +19,7 @@ from qgraph.errors import InputError
 from qgraph.runtimes.torch.attributes import attributes_of, body_attributes, check_arguments
 from qgraph.runtimes.torch.constants import LITERAL, Constants
 from qgraph.runtimes.torch.element_types import FLOATS, ElementTypes
-from qgraph.runtimes.torch.missing import called, check_operators, located
+from qgraph.runtimes.torch.missing import NodeError, called, check_operators, located
 from qgraph.runtimes.torch.module import ONNX, Executor
 from qgraph.runtimes.torch.onnx_ops.host import DTYPES, ints, to_tensor
 from qgraph.runtimes.torch.table import Entry, find
@@ -143,7 +143,7 @@ class _Scope:
             return
         found = find(node.domain, node.op_type)
         if found is None:
-            raise InputError(f"{called(node)}: the torch executor lacks {node.op_type}")
+            raise NodeError(f"{called(node)}: the torch executor lacks {node.op_type}")
         entry, keywords = found
         options: dict[str, Any] = {**keywords, **attributes_of(node, entry, self.parameters)}
         self.types.add(node, entry, options)

@@ -11,6 +11,10 @@ from qgraph.scopes import nodes
 _SHOWN = 3
 
 
+class NodeError(InputError):
+    """What names the node at which it arose."""
+
+
 def called(node: ir.Node) -> str:
     """A node in an error."""
     return f"node {node.name or '(unnamed)'}"
@@ -26,11 +30,11 @@ def reason(error: Exception) -> str:
 
 def located(where: str, error: Exception) -> QGraphError:
     """What is raised for an error at a node, whose name and operator are `where`."""
-    if isinstance(error, InputError) and not str(error).startswith("node "):
-        return InputError(f"{where}: {error}")
+    if isinstance(error, InputError) and not isinstance(error, NodeError):
+        return NodeError(f"{where}: {error}")
     if isinstance(error, QGraphError):
         return error
-    return InputError(f"{where}: {reason(error)}")
+    return NodeError(f"{where}: {reason(error)}")
 
 
 def check_operators(model: ir.Model) -> None:

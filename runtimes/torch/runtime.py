@@ -15,7 +15,6 @@ from qgraph.errors import InputError, MissingExtra
 from qgraph.runtimes.base import Feeds, KernelRun, Model, Runtime, ValueSpec
 from qgraph.runtimes.ort_session import model_inputs
 from qgraph.runtimes.torch.session import NodeKey, TorchSession, open_session
-from qgraph.traits import Traits
 
 MEASURED_ON = "2.13"
 """The torch that the kernels were measured on."""
@@ -148,10 +147,6 @@ def _clock(device: str) -> Callable[[], float]:
     return synchronized
 
 
-_NO_LOOPS = Traits(
-    experts_in_float="routed experts are gathered in a Loop over those that are hit, which "
-    "sessions of torch do not run"
-)
 CPU = TorchRuntime("torch-cpu", "torch cpu", device="cpu")
 CUDA = TorchRuntime("torch-cuda", "torch cuda", device="cuda")
-HERE = TorchRuntime("torch", "torch", _NO_LOOPS)
+HERE = TorchRuntime("torch", "torch")

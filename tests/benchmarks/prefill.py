@@ -81,7 +81,7 @@ def made(folder: Path, calibrate: Path | None, samples: int) -> dict[str, Any]:
             "kernels": totals["kernels"],
             "second_weights": len(second),
             "from_rows": second[0].from_rows if second else None,
-            "times": [note for note in result.report.notes if ": at " in note],
+            "times": [str(each) for each in result.times],
         }
         notes.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
     return found

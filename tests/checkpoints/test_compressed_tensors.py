@@ -419,4 +419,4 @@ def test_weights_that_are_not_compressed_yet_are_told(tmp_path: Path) -> None:
     said = configuration("dense", arguments(8, "int", "channel"))
     checkpoint = open_checkpoint(write_folder(tmp_path / "m", tensors, said))
     assert not checkpoint.entries
-    assert "1 weights have scales and lie in float, such as" in checkpoint.warnings[0]
+    assert "1 weight has scales and lies in float, such as" in checkpoint.warnings[0]

@@ -80,8 +80,8 @@ def test_what_lies_beside_a_quantized_weight_is_warned_of(tmp_path: Path) -> Non
     tensors = gptq.V1.write(entry) | beside
     folder = write_folder(tmp_path / "m", tensors, gptq.V1.config([entry], []))
     assert [text.partition(",")[0] for text in open_checkpoint(folder).warnings] == [
-        "1 weights lie there in float too",
-        "1 tensors called smooth lie beside quantized weights and are not read",
+        "1 weight lies there in float too",
+        "1 tensor called smooth lies beside quantized weights and is not read",
     ]
 
 

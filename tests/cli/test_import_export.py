@@ -56,7 +56,7 @@ def test_bindings_and_other_targets(qgraph: Command, model: Path, gptq: Path) ->
     ran = qgraph("import", gptq, model, "--bindings", names, "-o", out, "--target", "qdq")
     assert ran.status == 0
     assert "quantized 4/5 linears" in ran.out
-    assert "1 quantized parameters are read by no site: head.weight" in ran.out
+    assert "1 quantized parameter is read by no site: head.weight" in ran.out
     names.write_text(json.dumps({"haed": "head.weight"}))
     ran = qgraph("import", gptq, model, "--bindings", names, "-o", out)
     assert ran.status == 2

@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from qgraph import registry
 from qgraph.errors import InputError
 from qgraph.formats.base import PARTS, Array, Format, QuantizedWeight, named, parse, variants
+from qgraph.formats.grouping import ScaleOverflow
 from qgraph.formats.output_bound import output_error_bound
 
 F32, F16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
@@ -179,8 +180,8 @@ def assert_within_bound(fmt: Format, rows: Array, dtype: ir.DataType) -> float:
         warnings.simplefilter("error")
         try:
             weight = fmt.quantize(rows, dtype)
-        except OverflowError as error:
-            row, group = error.args[1]
+        except ScaleOverflow as error:
+            row, group = error.row, error.group
             assert row < len(rows)
             assert group * (fmt.group or rows.shape[1]) < rows.shape[1]
             assert np.abs(rows).max() > (1e4 if dtype == F16 else 1e38)

@@ -23,6 +23,7 @@ from integer_formats import (
 )
 
 from qgraph.formats.base import Array
+from qgraph.formats.grouping import ScaleOverflow
 from qgraph.formats.integer_groups import INT4, IntegerGroups
 
 finite = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -38,8 +39,8 @@ def within_bound(format_: IntegerGroups, rows: Array, scale_dtype: ir.DataType) 
         warnings.simplefilter("error")
         try:
             weight = format_.quantize(rows, scale_dtype)
-        except OverflowError as error:
-            row, group = error.args[1]
+        except ScaleOverflow as error:
+            row, group = error.row, error.group
             g = format_.group or rows.shape[1]
             reach = np.abs(rows[row, group * g : (group + 1) * g].astype(np.float64)).max()
             levels = 2 ** (format_.bits - 1) - 1

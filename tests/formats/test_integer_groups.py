@@ -26,6 +26,7 @@ from integer_formats import (
 
 from qgraph.errors import InputError
 from qgraph.formats.base import Layout, parse
+from qgraph.formats.grouping import ScaleOverflow
 from qgraph.formats.integer_groups import INT2, INT4, INT8, UINT2, UINT4, IntegerGroups
 
 # ------------------------------------------------------------------------------ hand examples
@@ -204,9 +205,9 @@ def test_rows_that_lie_column_by_column(format_: IntegerGroups, group: int) -> N
 def test_which_group_does_not_fit(order: Any) -> None:
     rows = np.ones((1200, 1100), np.float32, order)
     rows[1100, 1090] = 3e38
-    with pytest.raises(OverflowError) as caught:
+    with pytest.raises(ScaleOverflow) as caught:
         parse("int4:group=32").quantize(rows, F16)
-    assert caught.value.args[1] == (1100, 34)
+    assert (caught.value.row, caught.value.group) == (1100, 34)
 
 
 @pytest.mark.parametrize("text", ["int4:group=64,scale=signed", "uint4:group=16", "uint8:group=48"])
@@ -269,9 +270,9 @@ def test_scales_below_the_normal_range_are_raised_to_it() -> None:
 def test_a_scale_beyond_float16_names_row_and_group(format_: IntegerGroups) -> None:
     rows = gaussian(600, 500)  # the second tile
     rows[590, 40] = 3e38
-    with pytest.raises(OverflowError, match=r"row 590, group 2: .* float16") as error:
+    with pytest.raises(ScaleOverflow, match=r"row 590, group 2: .* float16") as error:
         with_group(format_, 16).quantize(rows, F16)
-    assert error.value.args[1] == (590, 2)
+    assert (error.value.row, error.value.group) == (590, 2)
     assert with_group(format_, 16).quantize(rows, F32).scales[590, 2] != 0
 
 
@@ -284,9 +285,9 @@ def test_values_that_are_not_finite_never_warn(format_: IntegerGroups, value: fl
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if np.isinf(value):
-            with pytest.raises(OverflowError) as error:
+            with pytest.raises(ScaleOverflow) as error:
                 IntegerGroups.quantize(*inputs)
-            assert error.value.args[1] == (2, 0)
+            assert (error.value.row, error.value.group) == (2, 0)
         else:
             codes = IntegerGroups.quantize(*inputs).codes
             clean = with_group(format_, 32).quantize(gaussian(4, 64), F16).codes

@@ -88,6 +88,7 @@ def test_the_graph_computes_what_transformers_does(tmp_path: Path, kind: str) ->
     assert [value.name for value in graph.model.graph.inputs] == list(feeds)
     assert len(graph.sites()) == sites
     gathers = any("each token gathers the weights of its experts" in note for note in graph.notes)
+    assert graph.gathers_experts == gathers
     assert gathers == (kind in ("mixtral", "gpt-oss", "qwen3-moe"))
     assert tmp_path / "model" / "model.safetensors" in graph.files
     found = qgraph.open(graph).run(feeds)
@@ -121,7 +122,7 @@ def test_bfloat16_is_read_as_float32_and_nothing_is_lost(tmp_path: Path) -> None
     bits, rounded, unused = graph.notes
     assert bits.startswith("weights stored as bfloat16 are float32 in the graph, which holds them")
     assert rounded == "weights stored as float64 are rounded to float32"
-    assert unused.endswith("no place in its LlamaForCausalLM and were left out: mtp.head.weight")
+    assert unused.endswith("no place in its LlamaForCausalLM and was left out: mtp.head.weight")
     tensor = graph.model.graph.initializers["model.layers.0.mlp.up_proj.weight"].const_value
     assert tensor is not None
     assert tensor.dtype == ir.DataType.FLOAT
@@ -192,7 +193,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no type": (lambda f: change(f, model_type=None), "names no model_type"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON"),
-    "a missing weight": (shortened, "lacks 1 weights of its LlamaForCausalLM, such as model.norm"),
+    "a missing weight": (shortened, "lacks 1 weight of its LlamaForCausalLM, such as model.norm"),
     "a cut file": (truncated, "model.safetensors cannot be read: SafetensorError"),
     "quantized part": (
         lambda f: change(f, text_config={"compression_config": {"quant_method": "fp"}}),

@@ -181,13 +181,42 @@ def test_blocks_of_rows_that_share_scales(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("target", ["qdq", "torch"])
-def test_targets_that_would_dequantize_all_keep_floats(tmp_path: Path, target: str) -> None:
+def test_a_target_that_would_dequantize_all_keeps_floats(tmp_path: Path) -> None:
     options: dict[str, Any] = {"format": "int4", "group": 32, "min_elements": 0}
     with pytest.raises(CoverageError, match=r"NO_FUSED_KERNEL .*routed experts"):
         qgraph.optimize(
-            save(tmp_path, *GRAPHS["left"]), tmp_path / "o.onnx", target=target, **options
+            save(tmp_path, *GRAPHS["left"]), tmp_path / "o.onnx", target="qdq", **options
         )
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+@pytest.mark.parametrize("text", FORMATS)
+def test_torch_runs_the_loop_too(tmp_path: Path, kind: str, text: str) -> None:
+    pytest.importorskip("torch")
+    out = tmp_path / "o.onnx"
+    options: dict[str, Any] = {"format": text, "min_elements": 0, "target": "torch"}
+    done = qgraph.optimize(save(tmp_path, *GRAPHS[kind]), out, **options)
+    assert [item.kernel for item in done.plan.decisions] == [FORMATS[text]]
+    want = np.einsum("snk,sk->sn", rounded(text)[IDS].astype(np.float64), X)
+    session = qgraph.open(out, "torch")
+    (found,) = session.run({"ids": IDS, "x": X}).values()
+    assert np.abs(found - want).max() <= 2e-6 * np.abs(want).max()
+    np.testing.assert_allclose(found, run(out), rtol=1e-5, atol=2e-5)
+    (none,) = session.run({"ids": IDS[:0], "x": X[:0]}).values()
+    assert none.shape == (0, N)
+
+
+def test_torch_exports_the_loop(tmp_path: Path) -> None:
+    """The program counts the experts that are hit anew: it is right for others than the example."""
+    torch = pytest.importorskip("torch")
+    out = tmp_path / "o.onnx"
+    options: dict[str, Any] = {"format": "uint4:group=32", "min_elements": 0, "target": "torch"}
+    qgraph.optimize(save(tmp_path, *GRAPHS["left"]), out, **options)
+    session: Any = qgraph.open(out, "torch")
+    program = torch.export.export(session.module, (torch.from_numpy(IDS), torch.from_numpy(X)))
+    for ids in (IDS, np.array([1, 1, 2, 0, 3, 2, 4])):
+        found = program.module()(torch.from_numpy(ids), torch.from_numpy(X))[0]
+        np.testing.assert_allclose(found.numpy(), run(out, ids), rtol=1e-5, atol=2e-5)
 
 
 def test_experts_are_chosen_by_their_role(tmp_path: Path) -> None:

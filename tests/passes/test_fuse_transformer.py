@@ -175,7 +175,7 @@ def test_the_rows_that_a_file_carries() -> None:
         FusionRow("norm", 1, "FUSION_MISSED", "b", "nearest: …; b differs"),
     )
     assert from_metadata({"fusions": to_metadata(rows)}) == rows
-    assert summary(rows).startswith("fused ops: 2 rms_norm; 1 places look alike")
+    assert summary(rows).startswith("fused ops: 2 rms_norm; 1 place looks alike")
     assert rows[1].line == "1 × norm FUSION_MISSED: b: nearest: …; b differs"
     assert summary([]) == ""
     newer = FusionRow("attention", 3, "NEEDS_NEWER_RUNTIME", "a", "x came later")

@@ -162,7 +162,7 @@ def test_a_checkpoint_has_their_biases_apart(tmp_path: Path, beside: bool) -> No
         assert found.entries[f"{name}.weight"].bias == f"{name}.bias"
         bias = found.floats[f"{name}.bias"]
         np.testing.assert_array_equal(bias.rows(0, bias.shape[0]), arrays[f"{name}.bias"])
-    changed = [note for note in done.notes if "are not what the folder has" in note]
+    changed = [note for note in done.notes if "is not what the folder has" in note]
     assert [note.rpartition(" ")[2] for note in changed] == ["k.bias"] * beside
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from qgraph.formats.base import Format, QuantizedWeight, parse
+from qgraph.formats.grouping import ScaleOverflow
 from qgraph.passes import clip, hqq, weighted
 from qgraph.passes.range_search import search
 
@@ -90,9 +91,9 @@ def test_what_does_not_fit_is_named_by_its_row_in_the_weight(
     monkeypatch.setattr(clip, "ROWS", 1)
     rows = weights()
     rows[19, 70] = 3e6
-    with pytest.raises(OverflowError, match="row 19, group 2: its scale does not fit") as refused:
+    with pytest.raises(ScaleOverflow, match="row 19, group 2: its scale does not fit") as refused:
         fit(rows, parse("uint4:group=32"), FLOAT16)
-    assert refused.value.args[1] == (19, 2)
+    assert (refused.value.row, refused.value.group) == (19, 2)
 
 
 def test_columns_that_are_never_used_break_nothing() -> None:

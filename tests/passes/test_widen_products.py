@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -29,8 +30,9 @@ def model(path: Path, body: str) -> Path:
     text = f"""<ir_version: 8, opset_import: ["" : 18]>
     g (float16[B, S, {K}] x, bool c) => (float16[B, S, {N}] z) {{ {body} }}"""
     proto = onnx.parser.parse_model(text)
+    arrays = {"gain": GAIN, "weight": WEIGHT} | ({"other": -WEIGHT} if "other" in body else {})
     proto.graph.initializer.extend(
-        numpy_helper.from_array(array, name) for name, array in (("gain", GAIN), ("weight", WEIGHT))
+        numpy_helper.from_array(array, name) for name, array in arrays.items()
     )
     onnx.save(proto, path)
     return path
@@ -78,6 +80,45 @@ def test_it_computes_what_it_is_without_int8(tmp_path: Path, body: str) -> None:
     assert not [step for step in again.report.steps if step.pass_name == "widen_products"]
     stored = again.graph.model.graph
     assert Counter(n.op_type for n in nodes(stored)) == Counter(n.op_type for n in nodes(graph))
+
+
+TWO = """m = Mul (x, gain) a = MatMul (m, weight) b = MatMul (m, other)
+    s = Sigmoid (a) t = Sigmoid (b) z = Mul (s, t)"""
+
+
+@pytest.mark.parametrize(
+    "body, options, count",
+    [
+        (branches(), {"purpose": "both"}, 2),
+        (BODY.format(last=LAST).replace("y =", "z ="), {"purpose": "both"}, 0),
+        (BODY.format(last=LAST).replace("y =", "z ="), {"format": "int8", "group": 32}, 1),
+        (BODY.format(last=LAST).replace("y =", "z ="), {"format": "uint4:group=32,zero=float"}, 1),
+        (TWO, {"format": "int4", "group": 32}, 2),
+        (TWO, {"purpose": "both", "format": "int4", "group": 32}, 0),
+    ],
+    ids=["body both", "both", "int8", "minimums", "two", "two both"],
+)
+def test_the_plan_counts_scales_as_they_are_written(
+    tmp_path: Path, body: str, options: dict[str, Any], count: int
+) -> None:
+    """A second weight for many rows puts the product in a body with nothing else: not widened."""
+    source = model(tmp_path / "m.onnx", body)
+    options = {**options, "min_elements": 0, "accuracy_level": "4"}
+    planned = qgraph.optimize(source, None, dry_run=True, **options).plan
+    done = qgraph.optimize(source, tmp_path / "o.onnx", **options)
+    graph = ir.load(tmp_path / "o.onnx").graph
+    constants = {
+        name: value.const_value
+        for scope in (graph, *graph.subgraphs())
+        for name, value in scope.initializers.items()
+        if value.const_value is not None
+    }
+    parts = ("codes", "scales", "zeros", "minimums")
+    written = sum(each.nbytes for name, each in constants.items() if any(p in name for p in parts))
+    for plan in (planned, done.plan):
+        assert sum(i.packed_bytes for i in plan.decisions if i.shared_with is None) == written
+    assert sum(item.widened > 0 for item in done.plan.decisions) == count
+    assert sum(step.pass_name == "widen_products" for step in done.report.steps) == count
 
 
 def test_products_that_stay_in_float16_are_left_alone(tmp_path: Path) -> None:

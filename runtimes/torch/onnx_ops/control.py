@@ -113,13 +113,19 @@ def _while(
 
     def step(count: Tensor, end: Tensor, going: Tensor, *rest: Value) -> tuple[Any, ...]:
         goes, *results = body(count, going, *rest)
-        held = [result.clone() for result in results]
+        held = [_laid_out(result) for result in results]
         kept = [value.clone() if is_tensor(value) else value for value in rest[len(held) :]]
         return (count + 1, end.clone(), to_tensor(goes, count).clone(), *held, *kept)
 
-    first = (torch.zeros_like(end), end, going, *state, *captured)
+    held = [_laid_out(value) if is_tensor(value) else value for value in state]
+    first = (torch.zeros_like(end), end, going, *held, *captured)
     result = torch.while_loop(goes_on, step, first)
     return tuple(result[3 : 3 + len(state)])
+
+
+def _laid_out(value: Tensor) -> Tensor:
+    """A copy that lies row by row: torch wants the state of a loop to lie alike at each run."""
+    return value.clone(memory_format=torch.contiguous_format)
 
 
 @op("Scan")

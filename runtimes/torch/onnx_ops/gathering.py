@@ -90,7 +90,7 @@ def gather(x: Value, indices: Value, *, axis: int = 0, types: tuple[int, ...] = 
         # The one gather that has a kernel of its own: rows of a table.
         return torch.nn.functional.embedding(from_front(indices, x.shape[0]), x)
     flat = x.index_select(axis, from_front(indices, x.shape[axis]).reshape(-1))
-    return flat.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+    return flat.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
 
 
 def from_front(indices: Tensor, length: Number) -> Tensor:

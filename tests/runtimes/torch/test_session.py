@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qgraph import registry
 from qgraph.errors import InputError
+from qgraph.runtimes.torch.missing import located
 from qgraph.runtimes.torch.runtime import CPU
 
 W = np.arange(6, dtype=np.float32).reshape(3, 2)
@@ -228,3 +229,11 @@ def test_powers_of_integers(exponent: float) -> None:
 def test_a_feed_that_is_no_array(feed: Any) -> None:
     with pytest.raises(InputError, match="input 'x' is"):
         CPU.open(product().SerializeToString()).run({"x": feed})
+
+
+def test_an_error_names_the_innermost_node_once() -> None:
+    """Whatever its words begin with: `node counts differ` is of no node yet."""
+    inner = located("node inner (Add)", InputError("node counts differ"))
+    assert str(inner) == "node inner (Add): node counts differ"
+    assert located("node outer (If)", inner) is inner
+    assert str(located("node outer (If)", ValueError("bad"))) == "node outer (If): bad"
