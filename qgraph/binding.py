@@ -14,6 +14,7 @@ from qgraph.likeness import alike
 from qgraph.registry import did_you_mean
 from qgraph.selectors import names_of
 from qgraph.sites import Site
+from qgraph.wording import counted
 
 if TYPE_CHECKING:
     from qgraph.checkpoints.base import Checkpoint, Entry
@@ -179,8 +180,11 @@ class _Binder:
             lines.append(f"{site.name}: {site.weight_name} [{site.n}, {site.k}]{near}")
         more = f"\nand {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
         return (
-            f"the checkpoint has no parameter for {len(lost)} of the {len(self.sites)} weights of "
-            "the graph:\n" + "\n".join(lines) + more + "\nname them in --bindings FILE.json, "
+            f"the checkpoint has no parameter for {len(lost)} of the "
+            f"{counted(len(self.sites), 'weight')} of the graph:\n"
+            + "\n".join(lines)
+            + more
+            + "\nname them in --bindings FILE.json, "
             f'{{"{lost[0].weight_name}": "PARAMETER"}}, or null to leave one as it is'
         )
 

@@ -232,8 +232,10 @@ class Judge:
                 return again
         if not good:
             best = min(self.trials, key=lambda trial: trial.loss)
+            made = counted(len(self.trials), "model that was", "models that were")
+            made = made if len(self.trials) == 1 else f"all {made}"
             self._refuse(
-                f"the KL divergence is above {bound:g} in all {len(self.trials)} models that were "
+                f"the KL divergence is above {bound:g} in {made} "
                 f"made: the best ({self.budget.summary(best.proposal)}; "
                 f"{best.nbytes / 1e6:.4g} MB) has {best.loss:.4g}",
                 best.proposal.plan,

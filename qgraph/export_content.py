@@ -151,7 +151,7 @@ def check_entries(writer: CheckpointLayout, entries: Sequence[Entry]) -> None:
     if bad:
         more = f"\nand {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
         raise InputError(
-            f"{writer.name} cannot hold {len(bad)} of the {len(entries)} weights:\n"
+            f"{writer.name} cannot hold {len(bad)} of the {counted(len(entries), 'weight')}:\n"
             + "\n".join(bad[:SHOWN])
             + more
             + "\nchoose another layout, or another format (its own is "

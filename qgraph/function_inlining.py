@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from qgraph.errors import InputError
 from qgraph.scopes import bodies, scopes
+from qgraph.wording import counted
 
 Functions = Mapping[ir.OperatorIdentifier, ir.Function]
 
@@ -95,8 +96,9 @@ def _inline_call(scope: ir.Graph, call: ir.Node, function: ir.Function) -> list[
     """Put the body where `call` was; its nodes and values are called `call/name`."""
     if len(call.inputs) > len(function.inputs) or len(call.outputs) > len(function.outputs):
         raise InputError(
-            f"node {call.name!r} calls {function.domain}::{function.name} with {len(call.inputs)} "
-            f"inputs and {len(call.outputs)} outputs; the function has {len(function.inputs)} and "
+            f"node {call.name!r} calls {function.domain}::{function.name} with "
+            f"{counted(len(call.inputs), 'input')} and {counted(len(call.outputs), 'output')}; "
+            f"the function has {len(function.inputs)} and "
             f"{len(function.outputs)}. Export the model again"
         )
     try:

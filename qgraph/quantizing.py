@@ -88,8 +88,9 @@ class Quantized:
         done = sum(entry.total_rows * entry.k for entry in self.entries)
         share = 100 * done / (done + sum(kept.size for kept in weights))
         spelled = ", ".join(sorted({entry.format.spell() for entry in self.entries}))
+        every = counted(len(self.entries) + len(weights), "weight")
         return (
-            f"quantized {len(self.entries)} of {len(self.entries) + len(weights)} weights "
+            f"quantized {len(self.entries)} of {every} "
             f"({share:.1f} % of their elements) to {spelled} (layout {self.layout})"
         )
 

@@ -11,6 +11,7 @@ from qgraph.errors import InputError
 from qgraph.runtimes.torch.missing import NodeError, called
 from qgraph.runtimes.torch.onnx_ops.host import DTYPES
 from qgraph.runtimes.torch.table import RESERVED, Entry
+from qgraph.wording import counted
 
 _GRAPH = ir.AttributeType.GRAPH
 
@@ -49,9 +50,8 @@ def check_arguments(node: ir.Node, entry: Entry, options: Mapping[str, Any]) -> 
         entry.signature.bind(*node.inputs, **options)
     except TypeError as error:
         raise NodeError(
-            f"{called(node)}: {node.op_type} with {len(node.inputs)} inputs and "
-            f"the attributes {', '.join(node.attributes) or '(none)'}: {error}. "
-            "Export the model again"
+            f"{called(node)}: {node.op_type} with {counted(len(node.inputs), 'input')} and the "
+            f"attributes {', '.join(node.attributes) or '(none)'}: {error}. Export the model again"
         ) from None
 
 

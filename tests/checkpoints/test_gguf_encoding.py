@@ -146,7 +146,7 @@ def test_other_minimums_go_to_float16_and_the_error_is_told(dtype: ir.DataType) 
     assert choice.error == pytest.approx(np.linalg.norm(found) / np.linalg.norm(own), rel=1e-3)
     assert 0 < choice.error < 1e-3
     (note,) = GGUF.notes([entry, rounded("b", 64, 64, "int8:group=32")])
-    assert note.startswith("1 of 2 weights change as they are written")
+    assert note.startswith("1 of 2 weights changes as it is written")
     assert f"‖W − W'‖/‖W‖ is {choice.error:.1e} at most, in {UP_HERE}" in note
 
 

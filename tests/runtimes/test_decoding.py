@@ -91,7 +91,7 @@ def test_masks_positions_and_constants_are_known() -> None:
          "also wants encoder_hidden_states"),
         ([IDS], [ValueSpec("pooled", "float32", ("B", 8))], "no output is logits"),
         ([IDS], [ValueSpec("last_hidden_state", "float32", ("B", "T", 64))], "no output is logits"),
-        ([IDS, cache("past.0")], [LOGITS], "1 pasts .* and 0 outputs"),
+        ([IDS, cache("past.0")], [LOGITS], "1 past .* and 0 outputs"),
         ([IDS, cache("past.0", "B", 2, "P", "D")], [LOGITS, cache("present.0")],
          "the last axis of past.0 is D"),
     ],
