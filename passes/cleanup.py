@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
-from qgraph.constants import drop_constant
+from qgraph.constants import drop_constant, let_go
 from qgraph.graph import Graph
 from qgraph.passes.base import Context, Pass
 from qgraph.report import Step
@@ -30,10 +30,8 @@ class Cleanup(Pass):
         for scope in reversed(scopes(model.graph)):
             for node in reversed(list(scope)):
                 if not any(output.uses() or output.is_graph_output() for output in node.outputs):
-                    inputs = [value for value in node.inputs if value is not None]
+                    let_go(node)
                     scope.remove(node, safe=True)
-                    for value in inputs:
-                        drop_constant(value)
         for scope in scopes(model.graph):
             for value in list(scope.initializers.values()):
                 drop_constant(value)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from qgraph.graph import Graph
 from qgraph.passes.base import Context, Pass
 from qgraph.passes.row_branch import put_under, rename, with_bodies
+from qgraph.passes.row_segments import ARITHMETIC
 from qgraph.report import Step
 from qgraph.rewrite import Rewriter
 from qgraph.row_branches import FEW_BODY, MANY_BODY, body_of, branches
@@ -18,8 +19,12 @@ from qgraph.row_unfolding import unfold
 from qgraph.scopes import bodies
 from qgraph.sites import find_sites
 
-_PACKING = frozenset("Conv ConvInteger ConvTranspose FusedConv GRU LSTM QLinearConv RNN".split())
-"""Ops that keep a copy of their weight as they want it, as linears do."""
+_READS_TABLES = ARITHMETIC | {
+    "Concat", "Expand", "Gather", "GroupQueryAttention", "RotaryEmbedding", "Slice",
+}  # fmt: skip
+"""Ops that read a large constant where it lies; others keep a copy of it as they want it."""
+_SMALL = 4096
+"""Elements of a constant that may be kept twice."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +79,15 @@ def _runs(main: ir.Graph, alone: set[ir.Node]) -> list[_Run]:
 
 
 def _stays(node: ir.Node, alone: set[ir.Node]) -> bool:
-    return node in alone or node.op_type in _PACKING or bool(bodies(node))
+    """Whether a node must not be in both bodies: both would keep what it makes of its weight."""
+    reads = () if node.op_type in _READS_TABLES else node.inputs
+    weighs = any(value is not None and _is_weight(value) for value in reads)
+    return node in alone or weighs or bool(bodies(node))
+
+
+def _is_weight(value: ir.Value) -> bool:
+    tensor = value.const_value
+    return tensor is not None and len(tensor.shape) > 1 and tensor.size > _SMALL
 
 
 def _behind(node: ir.Node, owners: Mapping[ir.Node, ir.Node]) -> set[ir.Node]:
@@ -82,7 +95,7 @@ def _behind(node: ir.Node, owners: Mapping[ir.Node, ir.Node]) -> set[ir.Node]:
     found, pending = set[ir.Node](), [node]
     while pending:
         for value in pending.pop().outputs:
-            readers = {owners[use.node] for use in value.uses()} - found
+            readers = {owners[use.node] for use in value.uses() if use.node in owners} - found
             found |= readers
             pending.extend(readers)
     return found

@@ -49,15 +49,33 @@ def put_under(
 
 
 def rename(body: ir.Graph, rewriter: Rewriter, kept: Collection[ir.Node] = ()) -> None:
-    """Give everything in a copied body a name of its own, but `kept` and what it gives."""
+    """Give everything in a copied body a name of its own, but `kept` and what it gives.
+
+    Nodes may be called as values are: a copy is found by its name, whatever a value is called.
+    """
+    own = {id(node) for node in nodes(body)}
+    others = [node for node in nodes(rewriter.model.graph) if id(node) not in own]
+    of_nodes = {str(node.name) for node in (*others, *kept)}
+    of_values = {str(value.name) for node in (*others, *kept) for value in node.outputs}
+    for graph in scopes(rewriter.model.graph):
+        of_values |= {*graph.initializers, *(str(value.name) for value in graph.inputs)}
     for scope in scopes(body):
         values = [*scope.inputs, *scope.initializers.values()]
         for node in scope:
             if node not in kept:
-                node.name = rewriter.unique(f"{node.name}{MANY}")
+                node.name = _free(f"{node.name}{MANY}", of_nodes, rewriter)
                 values += [value for value in node.outputs if value.name]
         for value in values:
-            value.name = rewriter.unique(f"{value.name}{MANY}")
+            value.name = _free(f"{value.name}{MANY}", of_values, rewriter)
+
+
+def _free(name: str, taken: set[str], rewriter: Rewriter) -> str:
+    """`name`, or another one where it is taken by one of its kind."""
+    found = rewriter.unique(name)  # which it is to others from now on
+    if name not in taken:
+        found = name
+    taken.add(found)
+    return found
 
 
 def with_bodies(node: ir.Node) -> Iterator[ir.Node]:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import onnx_ir as ir
 
 from qgraph import registry
 from qgraph.capturing import Source, runnable
 from qgraph.comparison import Comparison
+from qgraph.errors import InputError
 from qgraph.graph import Graph
 from qgraph.paired import Pair
 from qgraph.progress import Progress, Silent
 from qgraph.samples import Data, given_samples
 from qgraph.scoring import Scoring
 from qgraph.site_errors import with_sites
+from qgraph.text import Sample
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
+
+Way: TypeAlias = Literal["few", "many"]
 
 
 def compare(
@@ -34,6 +39,7 @@ def compare(
     sequence: int = 256,
     llama_cpp: bool = False,
     sites: bool = True,
+    way: Way | None = None,
     target: str = "ort-cpu",
     progress: Progress | None = None,
 ) -> Comparison:
@@ -53,20 +59,27 @@ def compare(
         sequence: tokens in a block of text.
         llama_cpp: score the second half of each block, as llama.cpp's perplexity tool does.
         sites: also compare the outputs of the sites that both models have, on a few samples.
+        way: of a model with two weights for each linear (`purpose="both"`), which of them all
+            samples run through; by default each takes the way that its number of rows asks for.
         target: what runs both.
 
     Raises:
-        InputError: unreadable models or data, models that want different inputs or have
-            different vocabularies, tokens outside the vocabulary.
+        InputError: unreadable models or data, models that want different inputs or have different
+            vocabularies, tokens outside the vocabulary, a way where there is but one.
         MissingExtra: the runtime, or the package tokenizers, is not installed.
     """
     steps = progress or Silent()
     given = given_samples(data, text, tokenizer, samples, sequence)
     runtime: Runtime = registry.load("target", target)
     steps.stage("loading the models")
-    pair = Pair(
-        runtime, _title(reference), _title(candidate), runnable(reference), runnable(candidate)
-    )
+    titles = _title(reference), _title(candidate)
+    few = None if way is None else way == "few"
+    pair = Pair(runtime, *titles, runnable(reference), runnable(candidate), few)
+    if way is not None and all(side.few is None for side in pair.sides):
+        raise InputError(
+            f"--way {way}: neither model has two ways by the number of rows, as --for both makes "
+            "them: leave it out"
+        )
     run = Scoring(pair, llama_cpp)
     run.check_tokenizer(given.vocabulary)
     steps.stage("comparing", total=given.expected or samples)
@@ -74,6 +87,7 @@ def compare(
     found = run.result(target)
     steps.finish(f"{found.samples} samples")
     pair.close()
+    found = dataclasses.replace(found, notes=(*found.notes, *_ways(pair, first)))
     if sites:
         steps.stage("comparing sites")
         found = with_sites(found, pair, first)
@@ -82,6 +96,25 @@ def compare(
     if short and given.vocabulary:
         note = f"the text has {given.expected} blocks of {sequence} tokens, not {samples}"
         found = dataclasses.replace(found, notes=(note, *found.notes))
+    return found
+
+
+def _ways(pair: Pair, samples: Sequence[Sample]) -> list[str]:
+    """That a model has two ways, and which one the figures are of."""
+    found = []
+    for side in pair.sides:
+        ways = side.ways(samples)
+        words = f"{side.title} has two weights for its linears, by the number of rows: "
+        if len(set(ways)) == 1:
+            rows, others = ("few", "many") if ways[0] else ("many", "few")
+            like = "text does that is made token by token" if ways[0] else "a prompt does"
+            words += f"these figures are of those that {rows} rows run through, as {like}; "
+            found.append(f"{words}--way {others} measures the others")
+        elif ways:
+            rows = "few" if ways[0] else "many"
+            words += f"some samples run through either, and the sites are those of {rows} rows; "
+            found.append(f"{words}--way few and --way many measure each alone")
+        side.close()
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from qgraph.formats.base import Array
+from qgraph.scopes import bodies, nodes
 
 FLOATS = frozenset(
     {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE}
@@ -81,7 +83,8 @@ def _mapped(tensor: ir.ExternalTensor) -> Array:
 def release(tensor: ir.TensorProtocol | None) -> None:
     """Give back the mapping that an external tensor holds, if any."""
     if isinstance(tensor, ir.ExternalTensor) and tensor.raw is not None:
-        tensor.release()
+        with contextlib.suppress(BufferError):  # a session reads it still: who closes it does so
+            tensor.release()
 
 
 def small_ints(value: ir.Value | None, limit: int = 4096) -> list[int] | None:
@@ -130,3 +133,15 @@ def drop_constant(value: ir.Value) -> None:
         graph = value.graph
         assert graph is not None and value.name is not None
         del graph.initializers[value.name]
+
+
+def let_go(node: ir.Node) -> None:
+    """Let a node that is to be removed read nothing, nor its bodies; constants of it alone go.
+
+    Nodes in the bodies of a removed node would stay readers of values outside.
+    """
+    for each in (node, *(inner for body in bodies(node) for inner in nodes(body))):
+        for at, value in enumerate(each.inputs):
+            each.replace_input_with(at, None)
+            if value is not None:
+                drop_constant(value)

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from qgraph.attention_inputs import GROUPED_QUERY
 from qgraph.language_model import table_rows
+from qgraph.row_unfolding import ways
 
 CACHING = GROUPED_QUERY.op_type
 """The op of ONNX Runtime that writes new keys and values behind those it is given, in place."""
@@ -38,6 +39,11 @@ def shares_cache(model: ir.Model, pasts: Iterable[str], presents: Iterable[str])
     Each past must be read by one GroupQueryAttention and nothing else (whose number of tokens
     then follows from the mask), and each present be written by one.
     """
+    given, made = list(pasts), list(presents)
+    return all(_shares(way, given, made) for way in ways(model))
+
+
+def _shares(model: ir.Model, pasts: Iterable[str], presents: Iterable[str]) -> bool:
     inputs = {value.name: value for value in model.graph.inputs}
     outputs = {value.name: value for value in model.graph.outputs}
     return all(_only_attended(inputs[name]) for name in pasts) and all(
@@ -79,7 +85,7 @@ def cache_readers(model: ir.Model) -> list[tuple[ir.Value, ir.Node]]:
     """Every past of the graph that an attention reads, with that attention."""
     return [
         (value, node)
-        for value in model.graph.inputs
+        for value in ways(model)[0].graph.inputs
         for node, _ in value.uses()
         if node.op_type == CACHING and value in GROUPED_QUERY.pasts(node)
     ]
@@ -137,7 +143,7 @@ def most_positions(model: ir.Model, positions: str | None) -> int | None:
     They are the cosines that attention rotates by, and the table of learned positions.
     """
     found = []
-    for node in model.graph:
+    for node in (node for way in ways(model) for node in way.graph):
         if node.op_type == CACHING:
             table = GROUPED_QUERY.read(node, "cos_cache")
             rows = None if table is None else _rows(table)

@@ -38,7 +38,7 @@ from qgraph.recipe import Recipe
 from qgraph.report import REASONS
 from qgraph.runtime_needs import needs_for
 from qgraph.scopes import nodes
-from qgraph.sites import Site
+from qgraph.sites import PACKED, Site
 
 
 def describe(graph: Graph, capabilities: Capabilities, metadata: Mapping[str, Any]) -> Explanation:
@@ -145,7 +145,7 @@ def _row(
     )
     row = _noted(row, note)
     if site.state == "fused":
-        return _with_many(_fused(row, site, capabilities), site)
+        return _with_many(_fused(row, site, capabilities), site, note)
     if site.state == "portable":
         return _portable(row, site, decision, capabilities)
     if site.state == "float":
@@ -228,15 +228,22 @@ def _fits_16_bits(site: Site) -> bool:
     )
 
 
-def _with_many(row: SiteRow, site: Site) -> SiteRow:
+def _second_format(note: Mapping[str, Any]) -> str | None:
+    second = note.get("many")
+    found = second.get("format") if isinstance(second, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _with_many(row: SiteRow, site: Site, note: Mapping[str, Any]) -> SiteRow:
     """`row` with the second weight that the site has for many rows, where that is another."""
-    if site.many is None or kernel_of(site.many) == row.kernel:
+    if site.many is None or site.many.state not in PACKED or kernel_of(site.many) == row.kernel:
         return row
     kernel = kernel_of(site.many)
     return dataclasses.replace(
         row,
         by_rows=spell_many(site.from_rows, kernel),
         many_kernel=kernel,
+        many_format=_second_format(note),
         from_rows=site.from_rows,
         packed_bytes=row.packed_bytes + _packed_bytes(site.many),
     )

@@ -39,7 +39,8 @@ class SiteRow:
     group: weights per scale along K, 0 for the whole row; block: the kernel's own.
     kernel: spelled with its parameters; provider: the execution provider that takes it.
     by_rows: which code of that kernel runs at which number of rows M of the activation.
-    many_kernel: of a second weight, for `from_rows` rows and more.
+    many_kernel, many_format: of a second weight, for `from_rows` rows and more; the format where
+        the file says it.
     error: relative weight error ‖W − Ŵ‖/‖W‖ (Frobenius). bytes: as floats, and as stored.
     holds: the sites whose rows it holds, where several became one; aliases: all of their names.
     """
@@ -71,6 +72,7 @@ class SiteRow:
     module: str = ""
     by_rows: str = ""
     many_kernel: str | None = None
+    many_format: str | None = None
     from_rows: int = 0
     holds: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()

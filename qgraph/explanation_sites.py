@@ -53,9 +53,24 @@ def known(provider: str | None, origin: str) -> str:
     return f"{provider} ({origin})" if provider else origin
 
 
+def _ran_many(explanation: Explanation, row: SiteRow) -> bool:
+    return bool(row.many_kernel) and row.name in explanation.profile.ran_many
+
+
+def _first(cell: Callable[[SiteRow], str]) -> Callable[[Explanation, SiteRow], str]:
+    """A cell that speaks of a site's first weight: empty where the other one ran."""
+    return lambda explanation, row: "" if _ran_many(explanation, row) else cell(row)
+
+
+def _of_format(explanation: Explanation, row: SiteRow) -> str:
+    if _ran_many(explanation, row):
+        return row.many_format or ""
+    return row.format or "float"
+
+
 def _now(explanation: Explanation, row: SiteRow) -> str:
     """The op that the site has; of two that it has, the one that ran."""
-    if row.many_kernel and row.name in explanation.profile.ran_many:
+    if row.many_kernel and _ran_many(explanation, row):
         return f"{read_kernel(row.many_kernel).op} (from {row.from_rows} rows)"
     return bare_name(row.op_now or row.op)
 
@@ -63,6 +78,10 @@ def _now(explanation: Explanation, row: SiteRow) -> str:
 def _block(row: SiteRow) -> str:
     """The kernel's block; of a row's one scale, which each block repeats."""
     return f"row, in {row.block}" if row.group == 0 and row.block else _number(row.block)
+
+
+def _error(row: SiteRow) -> str:
+    return "" if row.error is None else f"{row.error:.4f}"
 
 
 def _number(value: int | None) -> str:
@@ -78,14 +97,14 @@ _COLUMNS = (
     _Column("was", "l", 140, lambda _, row: row.op),
     _Column("now", "l", 100, lambda explanation, row: _now(explanation, row)),
     _Column("state", "l", 60, lambda _, row: row.state),
-    _Column("format", "l", 60, lambda _, row: row.format or "float"),
-    _Column("block", "r", 140, lambda _, row: _block(row)),
-    _Column("level", "r", 120, lambda _, row: _number(row.level)),
+    _Column("format", "l", 60, _of_format),
+    _Column("block", "r", 140, _first(_block)),
+    _Column("level", "r", 120, _first(lambda row: _number(row.level))),
     _Column("provider", "l", 160, _provider),
     _Column("µs", "r", 60, _time),
     _Column("share", "r", 100, _share),
     _Column("beside", "r", 100, _against),
-    _Column("error", "r", 140, lambda _, row: "" if row.error is None else f"{row.error:.4f}"),
+    _Column("error", "r", 140, _first(_error)),
     _Column("reason", "l", 0, lambda _, row: row.reason or ""),
 )
 
@@ -154,8 +173,13 @@ def _details(explanation: Explanation, row: SiteRow) -> Iterable[tuple[str, str]
     yield "now", f"{row.op_now} ({row.state})" if row.op_now else row.state
     yield "format", _format(row)
     yield "kernel", row.kernel or ""
+    both = ""
+    if row.many_kernel:
+        second = f"{row.many_format}: " if row.many_format else ""
+        yield f"from {row.from_rows} rows", f"{second}{row.many_kernel}"
+        both = " with both weights"
     yield "provider", _provider(explanation, row)
-    yield "size", f"{megabytes(row.float_bytes)} → {megabytes(row.packed_bytes)}"
+    yield "size", f"{megabytes(row.float_bytes)} → {megabytes(row.packed_bytes)}{both}"
     yield "time", _spent(explanation, row)
     yield "error", "" if row.error is None else f"{row.error:.5f} (‖W − Ŵ‖/‖W‖)"
     yield "shared", row.shared_with or ""

@@ -22,6 +22,7 @@ from qgraph.kernel_ops import NBITS
 from qgraph.recipe import FLOAT, Recipe
 from qgraph.run_notes import stored_bytes
 from qgraph.run_profile import RunOf
+from qgraph.scopes import nodes
 from qgraph.site_nodes import SiteNodes
 from qgraph.wording import counted
 
@@ -93,7 +94,7 @@ def gain_notes(
 
     graph, lowered: the model as it came, and as it was written to `files`.
     """
-    ops = {node.op_type for node in lowered.model.graph}
+    ops = {node.op_type for node in nodes(lowered.model.graph)}
     wanted = files and recipe.fuse and runtime.traits.fuses_ops and runtime.available()
     if not wanted or _ATTENTION not in ops or CACHING in ops:
         return []
@@ -165,7 +166,7 @@ def _multiply_adds(node: KernelRun) -> int:
 
 def _faster(lowered: Graph, recipe: Recipe) -> list[str]:
     """What to ask for where packed linears are read by kernels for few rows."""
-    packed = sum(node.op_type == _NBITS for node in lowered.model.graph)
+    packed = sum(node.op_type == _NBITS for node in nodes(lowered.model.graph))
     if not packed or recipe.purpose or recipe.activations != FLOAT:
         return []
     return [

@@ -16,6 +16,7 @@ from qgraph.graph import Graph
 from qgraph.ort_versions import newest_read
 from qgraph.plan import QuantPlan
 from qgraph.recipe import FLOAT, Recipe
+from qgraph.row_branches import MANY
 from qgraph.run_notes import write_report
 from qgraph.runtime_needs import restricted
 from qgraph.traits import targets_with
@@ -61,6 +62,23 @@ def check_cache(graph: Graph, recipe: Recipe) -> None:
             f"--kv-cache: {graph.title} has no cache: add one with --add-cache, or export a "
             "decoder with past_key_values"
         )
+
+
+def check_names(graph: Graph, recipe: Recipe) -> None:
+    """Refuse, before any work, two nodes of which one is called as the other's copy would be.
+
+    Raises:
+        InputError: linears are to get second weights; the message names both.
+    """
+    if recipe.purpose != "both":
+        return
+    names = {node.name for node in graph.model.graph if node.name}
+    for name in sorted(names):
+        if name + MANY in names:
+            raise InputError(
+                f"--for both: node {name}{MANY} has the name that the copy of {name} for many rows "
+                "would have: rename one of them"
+            )
 
 
 def check_head(graph: Graph, recipe: Recipe) -> None:

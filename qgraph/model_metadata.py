@@ -11,6 +11,9 @@ import onnx_ir as ir
 from qgraph.report import SCHEMA
 from qgraph.saved_file import METADATA_KEY
 
+SECOND = ("format", "kernel", "activations", "outliers")
+"""What an entry says of a site's weight for many rows, in its `many`, as of the first one."""
+
 
 def write_metadata(model: ir.Model, content: Mapping[str, Any]) -> None:
     """Keep `content`, which names its schema, in the model in place of what was there."""
@@ -31,3 +34,16 @@ def site_entries(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     found = metadata.get("sites")
     entries = found.items() if isinstance(found, dict) else ()
     return {name: entry for name, entry in entries if isinstance(entry, dict)}
+
+
+def tell_second(model: ir.Model) -> None:
+    """Let a model that has only the weights for many rows tell of those, in place of the first."""
+    content = read_metadata(model)
+    for entry in site_entries(content).values():
+        second = entry.pop("many", None)
+        if isinstance(second, dict):
+            for name in (*SECOND, "solver", "error"):
+                entry.pop(name, None)
+            entry.update((name, second[name]) for name in SECOND if name in second)
+    if content:
+        write_metadata(model, content)

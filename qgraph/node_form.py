@@ -17,7 +17,7 @@ from qgraph.errors import GraphError, one_line
 from qgraph.formats.onnx_function import DOMAIN
 from qgraph.kernel_ops import CONTRIB_OPS, KERNEL_OPS, OWN_LINEAR, KernelOp
 from qgraph.op_inputs import CONTRIB
-from qgraph.scopes import scopes
+from qgraph.scopes import bodies, scopes
 from qgraph.wording import counted
 
 _ANY = 1 << 30
@@ -134,6 +134,13 @@ def _wrong(node: ir.Node, form: _Form) -> str:
         return f"its input {missing[0]} is left out"
     if len(node.outputs) < form.outputs:
         return f"it has {counted(len(node.outputs), 'output')}, wanted {form.outputs} or more"
+    short = [body for body in bodies(node) if node.op_type == "If" and not node.domain
+             and len(body.outputs) != len(node.outputs)]  # fmt: skip
+    if short:
+        return (
+            f"its body {short[0].name} gives {counted(len(short[0].outputs), 'value')}, and it has "
+            f"{counted(len(node.outputs), 'output')}"
+        )
     for name in form.required:
         if name not in node.attributes:
             return f"it has no attribute {name}"

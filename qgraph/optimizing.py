@@ -10,7 +10,14 @@ from typing import Any
 from qgraph.calibration import CalibrationData
 from qgraph.capturing import Source, capture
 from qgraph.checkpoint_source import CheckpointSource
-from qgraph.gate import capabilities_of, check_cache, check_head, check_opset, runtime_notes
+from qgraph.gate import (
+    capabilities_of,
+    check_cache,
+    check_head,
+    check_names,
+    check_opset,
+    runtime_notes,
+)
 from qgraph.graph import Graph
 from qgraph.lowering import Lowering
 from qgraph.ort_versions import newest_opset
@@ -107,6 +114,7 @@ class Run:
         check_paths(graph.files, place.output, place.report, place.force)
         check_cache(graph, request.recipe)
         check_head(graph, request.recipe)
+        check_names(graph, request.recipe)
         require_runtime(graph.model, request.recipe, graph.title)
         runs = request.check or request.data is not None
         check_opset(graph, request.runtime, runs=runs)

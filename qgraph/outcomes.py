@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from qgraph._version import __version__
 from qgraph.adopted import ADOPTED
 from qgraph.graph import Graph
+from qgraph.model_metadata import SECOND
 from qgraph.plan import KEPT, UNSOLVED, Decision, Many, QuantPlan
 from qgraph.prediction import Prediction
 from qgraph.recipe import Recipe
@@ -126,12 +127,21 @@ def _entry(item: Decision, error: float | None) -> dict[str, Any]:
         "kernel": item.kernel,
         "activations": item.activations,
         "outliers": item.outliers or None,
+        "many": _second(item),
         "reason": item.reason,
         "detail": item.detail,
         "shared_with": item.shared_with,
         "error": None if error is None else float(f"{error:.4g}"),
     }
     return {key: value for key, value in found.items() if value not in (None, "")}
+
+
+def _second(item: Decision) -> dict[str, Any] | None:
+    """What it says of the weight for many rows, under the keys of the first one's."""
+    if item.many is None:
+        return None
+    found = {name: getattr(item.many, name) for name in SECOND}
+    return {key: value for key, value in found.items() if value not in (None, 0)}
 
 
 def carry(sites: dict[str, dict[str, Any]], before: Mapping[str, dict[str, Any]]) -> None:

@@ -11,7 +11,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from qgraph.beside import open_graph
 from qgraph.feeding import Feeder, check_alike, mask_of
+from qgraph.row_branches import branches
+from qgraph.row_unfolding import as_run
 from qgraph.site_outputs import read_graph, vocabulary, with_outputs
 from qgraph.text import Sample
 
@@ -24,11 +27,22 @@ FLOATS = ("float32", "float16", "float64", "bfloat16")
 
 
 class Side:
-    """One of the two models: loaded, and fed."""
+    """One of the two models: loaded, and fed.
 
-    def __init__(self, runtime: Runtime, title: str, model: Path | ir.Model) -> None:
+    few: of two ways, by the number of rows, the one that all samples take; None where each sample
+        takes its own, or there is but one.
+    """
+
+    def __init__(
+        self, runtime: Runtime, title: str, model: Path | ir.Model, few: bool | None = None
+    ) -> None:
         self.title, self.model, self._runtime = title, model, runtime
-        self._session: Session | None = runtime.open(model, spinning=False)
+        self.few = few if few is not None and branches(read_graph(model).graph) else None
+        if self.few is None:
+            self._session: Session | None = runtime.open(model, spinning=False)
+        else:
+            one = as_run(read_graph(model), self.few)
+            self._session = open_graph(runtime, one, model)
         self.outputs = self._session.outputs
         self.feeder = Feeder(runtime, model, self._session.inputs)
 
@@ -36,6 +50,22 @@ class Side:
         """All outputs."""
         assert self._session is not None
         return self._session.run(self.feeder.feeds(sample))
+
+    def ways(self, samples: Sequence[Sample]) -> list[bool]:
+        """Whether samples run through what few rows do, of each size the first one, in order.
+
+        Nothing where there is but one way.
+        """
+        found = branches(read_graph(self.model).graph)
+        condition = found[0].inputs[0] if found else None
+        if self.few is not None or condition is None or condition.name is None:
+            return [] if self.few is None else [self.few]
+        fed = (self.feeder.feeds(sample) for sample in samples)
+        sizes = [tuple(array.size for array in feeds.values()) for feeds in fed]
+        first = {size: sample for size, sample in zip(sizes[::-1], samples[::-1], strict=True)}
+        with self.exposing([condition.name]):
+            chosen = [first[size] for size in dict.fromkeys(sizes)]
+            return [bool(self.run(sample)[condition.name]) for sample in chosen]
 
     def close(self) -> None:
         """Give the memory back."""
@@ -62,9 +92,10 @@ class Pair:
         candidate_title: str,
         reference: Path | ir.Model,
         candidate: Path | ir.Model,
+        few: bool | None = None,
     ) -> None:
-        self.reference = Side(runtime, reference_title, reference)
-        self.candidate = Side(runtime, candidate_title, candidate)
+        self.reference = Side(runtime, reference_title, reference, few)
+        self.candidate = Side(runtime, candidate_title, candidate, few)
         check_alike(self.reference.feeder, self.candidate.feeder)
 
     @property

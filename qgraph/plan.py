@@ -207,7 +207,11 @@ class QuantPlan:
         packed = [site for site in sites if site.state in PACKED]
         kernels = {site.name: kernel_of(site) for site in packed}
         floats = {site.name for site in packed if site.integer is None}
-        many = {site.name: kernel_of(site.many) for site in sites if site.many is not None}
+        many = {
+            site.name: kernel_of(site.many)
+            for site in sites
+            if site.many is not None and site.many.state in PACKED
+        }
         failed = failed or {}
         decisions = []
         for item in self.decisions:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from qgraph.constants import constant_value, drop_constant, is_read
+from qgraph.constants import constant_value, drop_constant, is_read, let_go
 from qgraph.errors import GraphError
 from qgraph.scopes import scopes
 
@@ -107,9 +107,8 @@ class Rewriter:
         for node in reversed(list(nodes)):
             if node.graph is None or any(is_read(output) for output in node.outputs):
                 continue
-            inputs = [value for value in node.inputs if value is not None]
+            let_go(node)
             node.graph.remove(node, safe=True)
-            self.drop_constants(inputs)
 
     def drop_constants(self, values: Iterable[ir.Value]) -> None:
         """Remove those of `values` that are constants which nobody reads any more."""

@@ -25,8 +25,12 @@ FEW_BODY, MANY_BODY = "then_branch", "else_branch"
 
 
 def branches(graph: ir.Graph) -> list[ir.Node]:
-    """The Ifs by the number of rows in a main graph; none stands in a body of another node."""
-    return [n for n in graph if n.op_type == "If" and not n.domain and _is_ours(n)]
+    """The Ifs by the number of rows in a main graph, all of one condition.
+
+    None stands in a body of another node.
+    """
+    found = [n for n in graph if n.op_type == "If" and not n.domain and _is_ours(n)]
+    return [node for node in found if node.inputs[0] is found[0].inputs[0]]
 
 
 def within(model: ir.Model, op_types: Collection[str]) -> str:
@@ -44,9 +48,8 @@ def within(model: ir.Model, op_types: Collection[str]) -> str:
 def take(model: ir.Model, few: bool) -> None:
     """Let each of them take one of its bodies, whatever the number of rows."""
     for branch in branches(model.graph):
-        less = branch.inputs[0].producer() if branch.inputs[0] is not None else None
-        limit = less.inputs[1] if less is not None and less.op_type == "Less" else None
-        assert limit is not None, "an If by the number of rows compares it with a constant"
+        limit = _limit_of(branch)
+        assert limit is not None
         limit.const_value = ir.tensor(np.array(_NEVER if few else 0, np.int64), name=limit.name)
 
 
@@ -60,8 +63,23 @@ def joined(sites: Sequence[Site], model: ir.Model) -> list[Site]:
 
 
 def _is_ours(node: ir.Node) -> bool:
+    """Whether it asks for the number of rows, and its second body has names as copies have."""
     body = body_of(node, MANY_BODY)
-    return body is not None and any((each.name or "").endswith(MANY) for each in body)
+    copies = body is not None and any((each.name or "").endswith(MANY) for each in body)
+    return copies and _limit_of(node) is not None
+
+
+def _limit_of(branch: ir.Node) -> ir.Value | None:
+    """The constant that the size of an activation is compared with: `Less(Size(x), limit)`."""
+    less = branch.inputs[0].producer() if branch.inputs and branch.inputs[0] is not None else None
+    if less is None or less.op_type != "Less" or less.domain or len(less.inputs) != 2:
+        return None
+    size, limit = less.inputs
+    counted = size.producer() if size is not None else None
+    if counted is None or counted.op_type != "Size" or counted.domain or not counted.inputs:
+        return None
+    tensor = limit.const_value if limit is not None else None
+    return limit if tensor is not None and tensor.size == 1 else None
 
 
 def body_of(node: ir.Node, name: str) -> ir.Graph | None:
@@ -96,17 +114,14 @@ def _joined(sites: list[Site], branch: ir.Node) -> list[Site]:
 
 def _from_rows(branch: ir.Node, sites: Sequence[Site]) -> int:
     """The number of rows from which on the second body runs; 0 where it cannot be told."""
+    limit = _limit_of(branch)
     less = branch.inputs[0].producer() if branch.inputs[0] is not None else None
-    if less is None or less.op_type != "Less" or len(less.inputs) != 2:
-        return 0
-    size, limit = less.inputs
-    counted = size.producer() if size is not None else None
-    x = counted.inputs[0] if counted is not None and counted.op_type == "Size" else None
+    counted = less.inputs[0].producer() if less is not None and less.inputs[0] is not None else None
+    x = counted.inputs[0] if counted is not None else None
     k = next((site.k for site in sites if site.k and x is not None and _reads(site, x)), 0)
-    tensor = limit.const_value if limit is not None else None
-    if not k or tensor is None or tensor.size != 1:
+    if not k or limit is None or limit.const_value is None:
         return 0
-    return int(tensor.numpy().reshape(())) // k
+    return int(limit.const_value.numpy().reshape(())) // k
 
 
 def _reads(site: Site, x: ir.Value) -> bool:

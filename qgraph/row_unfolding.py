@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qgraph.constants import drop_constant
+from qgraph.constants import let_go
 from qgraph.row_branches import FEW_BODY, MANY, MANY_BODY, body_of, branches
-from qgraph.scopes import bodies, nodes
+
+
+def ways(model: ir.Model) -> list[ir.Model]:
+    """A model as few rows run through it and as many do; itself where there is but one way."""
+    return [as_run(model, few) for few in (True, False)] if branches(model.graph) else [model]
 
 
 def as_run(model: ir.Model, few: bool) -> ir.Model:
@@ -18,17 +22,21 @@ def as_run(model: ir.Model, few: bool) -> ir.Model:
     """
     found = model.clone()
     graph = found.graph
-    name = FEW_BODY if few else MANY_BODY
-    for branch in branches(graph):
-        for node in unfold(branch, name):
-            node.name = (node.name or "").removesuffix(MANY)
+    ours = branches(graph)
+    if few:
+        for branch in ours:
+            unfold(branch, FEW_BODY)
+        return found
+    copies = [node for branch in ours for node in unfold(branch, MANY_BODY)]
     taken = {*graph.initializers, *(value.name for value in graph.inputs)}
     taken |= {value.name for node in graph for value in node.outputs}
-    for value in (value for node in graph for value in node.outputs):
-        plain = (value.name or "").removesuffix(MANY)
-        if plain not in taken:
-            value.name = plain
-            taken.add(plain)
+    for node in copies:
+        node.name = (node.name or "").removesuffix(MANY)
+        for value in node.outputs:
+            plain = (value.name or "").removesuffix(MANY)
+            if plain not in taken:
+                value.name = plain
+                taken.add(plain)
     return found
 
 
@@ -60,11 +68,6 @@ def unfold(branch: ir.Node, name: str) -> list[ir.Node]:
         spelled, old.name = old.name, None
         old.replace_all_uses_with(new, replace_graph_outputs=True)
         new.name = spelled
-    left = [each for body in bodies(branch) for each in nodes(body)]
+    let_go(branch)
     outer.remove(branch, safe=True)
-    for node in left:
-        for at, value in enumerate(node.inputs):
-            node.replace_input_with(at, None)
-            if value is not None:
-                drop_constant(value)
     return found

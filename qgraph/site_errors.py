@@ -12,10 +12,10 @@ from qgraph.comparison import Comparison, SiteRow
 from qgraph.errors import InputError
 from qgraph.feeding import shortened
 from qgraph.formats.base import Array
+from qgraph.model_metadata import tell_second
 from qgraph.outcomes import INPUTS_SCALED, ROWS_ORDERED, ROWS_SCALED
 from qgraph.output_error import ChannelError, OutputError
-from qgraph.paired import Pair, Side
-from qgraph.row_branches import branches
+from qgraph.paired import Pair
 from qgraph.row_unfolding import as_run
 from qgraph.site_bounds import BoundedSite
 from qgraph.site_outputs import noted, read_graph
@@ -31,14 +31,10 @@ SITE_BYTES = 128_000_000
 
 def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comparison:
     """`found` with the errors of shared sites; where that cannot be done, with a note."""
-    reference, candidate = (read_graph(side.model) for side in pair.sides)
-    few = _way(pair.candidate, candidate, samples)
-    if few is not None:
-        candidate = as_run(candidate, few)
-        words = (
-            f"the candidate has two ways: its sites are those that {_WAYS[few]} rows run through"
-        )
-        found = _noting(found, words)
+    ways = [next(iter(side.ways(samples[:1])), None) for side in pair.sides]
+    reference, candidate = (
+        _as_run(read_graph(side.model), way) for side, way in zip(pair.sides, ways, strict=True)
+    )
     pairs = paired_sites(reference, candidate)
     shared = list(pairs.shared)
     found = dataclasses.replace(found, notes=(*found.notes, *pairs.notes))
@@ -67,8 +63,8 @@ def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comp
     cut = [shortened(sample, pair.reference.feeder, longest) for sample in samples]
     try:
         with (
-            pair.reference.exposing(site.value for site in shared),
-            pair.candidate.exposing(_exposed(shared, bounded), few),
+            pair.reference.exposing((site.value for site in shared), ways[0]),
+            pair.candidate.exposing(_exposed(shared, bounded), ways[1]),
         ):
             rows, tokens = _site_rows(pair, shared, cut, bounded, scaled)
     except InputError as error:
@@ -84,20 +80,14 @@ def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comp
     return dataclasses.replace(found, sites=rows, site_samples=len(cut), site_tokens=tokens)
 
 
-_WAYS = {True: "few", False: "many"}
-
-
-def _way(side: Side, model: ir.Model, samples: Sequence[Sample]) -> bool | None:
-    """Whether the first sample has few rows for a model that asks; None where it does not."""
-    conditions = [branch.inputs[0] for branch in branches(model.graph)]
-    if not conditions or conditions[0] is None or not samples:
-        return None
-    name = str(conditions[0].name)
-    try:
-        with side.exposing([name]):
-            return bool(side.run(samples[0])[name])
-    except InputError:
-        return None
+def _as_run(model: ir.Model, few: bool | None) -> ir.Model:
+    """A model with the way that samples take, which it then tells of."""
+    if few is None:
+        return model
+    found = as_run(model, few)
+    if not few:
+        tell_second(found)
+    return found
 
 
 def _sites(count: int, one: str, many: str) -> str:

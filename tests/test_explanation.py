@@ -165,7 +165,7 @@ SITE_KEYS = {
     "block", "level", "solver", "kernel", "provider", "origin", "reason", "detail", "error",
     "shared_with", "float_bytes", "packed_bytes", "steps", "module", "meaning", "hint", "ran",
     "time_us", "share", "by_rows", "many_kernel", "from_rows", "ran_many", "parts", "against_us",
-    "holds", "aliases",
+    "holds", "aliases", "many_format",
 }  # fmt: skip
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 
-from qgraph.row_branches import joined
+import qgraph
+from qgraph.row_branches import branches, joined
+from qgraph.runtimes.ort import CPU
 from qgraph.sites import find_sites
 
 TEXT = """<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
@@ -60,10 +63,20 @@ def test_a_dequantized_copy_is_still_a_site_of_its_own() -> None:
 @pytest.mark.parametrize(
     "less", ["Greater(size, limit)", "Less(limit, limit)", "Less(limit, size)"]
 )
-def test_another_condition_leaves_the_rows_untold(less: str) -> None:
-    (site,) = find_sites(model(less))
-    assert site.from_rows == 0
-    assert len(site.copies) == 1
+def test_an_if_of_another_condition_is_none_of_ours(less: str) -> None:
+    """Whatever its nodes are called: which of its bodies runs is no matter of rows."""
+    made = model(less)
+    assert [site.name for site in find_sites(made)] == ["fc", "fc/many"]
+    assert branches(made.graph) == []
+
+
+def test_explain_and_optimize_take_a_copy_that_is_not_packed(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    ir.save(model(), path)
+    assert [row.name for row in qgraph.explain(path).sites] == ["fc"]
+    made = qgraph.optimize(path, None, min_elements=1, check=False)
+    x = np.ones((3, 32), np.float32)
+    assert CPU.open(made.graph.model).run({"x": x})["y"].shape == (3, 8)
 
 
 def test_other_names_are_other_sites() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -118,11 +119,9 @@ def test_integer_kernels_and_both_sides_of_an_if(
         one, three = (qgraph.compare(source, each, data(count)) for each in (made, apart))
         way = "few" if 2 * count < FROM_ROWS else "many"
         assert one.notes == three.notes
-        assert one.notes == (
-            (f"the candidate has two ways: its sites are those that {way} rows run through",)
-            if purpose == "both"
-            else ()
-        )
+        if purpose == "both":
+            assert all(f"those that {way} rows run through" in note for note in one.notes)
+        assert len(one.notes) == (purpose == "both")
         assert set(by_name(one)) == set(by_name(three)) == set(NAMES)
         for name, row in by_name(one).items():
             other = by_name(three)[name]
@@ -207,10 +206,45 @@ def test_of_two_ways_that_which_the_rows_take_is_compared(
         other = by_name(found)[name]
         assert (row.candidate_op, row.error) == (other.candidate_op, other.error)
         assert (row.own_error, row.kernel_ratio) == (other.own_error, other.kernel_ratio)
+        assert row.format == other.format
     (words,) = found.notes
-    assert words.startswith("the candidate has two ways")
+    assert "two weights for its linears" in words
+    assert found.divergence is not None and wanted.divergence is not None
+    assert found.divergence.mean == wanted.divergence.mean
     in_memory = qgraph.compare(source, qgraph.capture(both).model, tokens(1, count))
     assert in_memory.sites == found.sites
+
+
+@pytest.mark.parametrize(("way", "like"), [("few", "decode"), ("many", "prefill")])
+@pytest.mark.parametrize("count", [1, 2 * FROM_ROWS])
+def test_a_way_can_be_asked_for_whatever_the_rows(
+    way: Any, like: str, count: int, tmp_path: Path
+) -> None:
+    source = decoder(tmp_path / "m.onnx")
+    given: dict[str, Any] = {"format": "int4:group=16", "min_elements": 1, "check": False}
+    both, alone = tmp_path / "both.onnx", tmp_path / "alone.onnx"
+    qgraph.optimize(source, both, purpose="both", embedding="float", **given)
+    qgraph.optimize(source, alone, purpose=like, embedding="float", **given)
+    found = qgraph.compare(source, both, tokens(1, count), way=way)
+    wanted = qgraph.compare(source, alone, tokens(1, count))
+    assert found.divergence is not None and wanted.divergence is not None
+    assert found.divergence.mean == wanted.divergence.mean
+    assert [row.error for row in found.sites] == [row.error for row in wanted.sites]
+    turned = qgraph.compare(both, source, tokens(1, count), way=way)
+    assert {row.name for row in turned.sites} == {row.name for row in found.sites}
+    with pytest.raises(qgraph.InputError, match="neither model has two ways"):
+        qgraph.compare(source, alone, tokens(1, count), way=way)
+
+
+def test_samples_of_both_ways_are_told(tmp_path: Path) -> None:
+    source, both = decoder(tmp_path / "m.onnx"), tmp_path / "both.onnx"
+    given: dict[str, Any] = {"format": "int4:group=16", "min_elements": 1, "check": False}
+    qgraph.optimize(source, both, purpose="both", embedding="float", **given)
+    lines = [{"input_ids": list(range(count))} for count in (2, 3 * FROM_ROWS, 2)]
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    (words,) = qgraph.compare(source, both, texts).notes
+    assert "some samples run through either, and the sites are those of few rows" in words
 
 
 def test_a_site_that_is_gone_is_named(pair: Sequence[Path]) -> None:

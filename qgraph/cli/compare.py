@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -56,6 +56,15 @@ LlamaCpp = Annotated[
 Sites = Annotated[
     bool, typer.Option("--sites/--no-sites", help="Also compare the output of each site.")
 ]
+Way = Annotated[
+    str | None,
+    typer.Option(
+        metavar="few|many",
+        callback=one_of(("few", "many")),
+        help="Of a --for both model: the weights for few rows (text that is made), or for many "
+        "(prompts), whatever the samples have.",
+    ),
+]
 Every = Annotated[bool, typer.Option("--all", help="Every site, not the worst 20 alone.")]
 Shape = Annotated[
     str, typer.Option("--format", metavar="table|json", callback=one_of(("table", "json")))
@@ -76,6 +85,7 @@ def compare(
     max_kl: MaxKl = None,
     llama_cpp: LlamaCpp = False,
     sites: Sites = True,
+    way: Way = None,
     every: Every = False,
     format_: Shape = "table",
     report: Report = None,
@@ -97,6 +107,7 @@ def compare(
             sequence=sequence,
             llama_cpp=llama_cpp,
             sites=sites,
+            way=cast("comparing.Way | None", way),
             progress=stages,
         )
     _print(found, format_, every)

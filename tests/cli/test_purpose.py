@@ -142,5 +142,8 @@ def test_compare_says_which_way_its_sites_are(qgraph: Command, model: Path, tmp_
     np.savez(data, x=np.random.default_rng(0).standard_normal((9, 128)).astype(np.float32))
     ran = qgraph("compare", model, output, "--data", data)
     assert ran.status == 0, ran.err
-    assert "note: the candidate has two ways: its sites are those that few rows run" in ran.out
+    assert "note: " in ran.out and "these figures are of those that few rows run" in ran.out
+    assert "--way many measures the others" in ran.out
+    other = qgraph("compare", model, output, "--data", data, "--way", "many")
+    assert other.status == 0 and "of those that many rows run" in other.out
     assert all(f"\n{site} " in ran.out for site in ("layers.0.up", "head"))

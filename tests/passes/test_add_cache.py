@@ -94,7 +94,9 @@ def test_each_way_by_rows_is_proven_by_itself(plain: Path) -> None:
     assert few is not None and many is not None
     assert any(node.op_type == "MatMulNBits" for node in few)
     assert any(node.op_type == "MatMulIntegerToFloat" for node in many)
-    (row,) = TextModel(output).generate(PROMPTS[:1], max_tokens=4).finish().rows
+    decoder = TextModel(output)
+    assert decoder.decoder.shared  # attention stands in the bodies
+    (row,) = decoder.generate(PROMPTS[:1], max_tokens=4).finish().rows
     assert len(row.tokens) == 4
 
 

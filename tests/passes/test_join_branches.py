@@ -147,7 +147,7 @@ def test_what_keeps_two_of_them_apart(bench: Any, rng: Any, case: str) -> None:
         np.testing.assert_array_equal(CPU.open(both.graph.model).run(feeds)["y"], wanted_value)
 
 
-KINDS = ("linear", "mix", "add", "output")
+KINDS = ("linear", "mix", "add", "output", "if", "unread if")
 
 
 @settings(max_examples=25, deadline=None)
@@ -166,6 +166,14 @@ def test_any_order_of_nodes(steps: list[tuple[str, int]]) -> None:
             lines.append(f"{made} = Transpose(u{at})")
         elif kind == "add":
             lines.append(f"{made} = Add({source}, {names[-1]})")
+        elif kind.endswith("if"):
+            read = made if kind == "if" else f"unread{at}"
+            lines.append(
+                f"{read} = If (flag) <then_branch = t{at} () => (float[M, 32] p{at}) "
+                f"{{ p{at} = Neg({source}) }}, else_branch = e{at} () => (float[M, 32] q{at}) "
+                f"{{ q{at} = Exp({source}) }}>"
+            )
+            lines += [] if kind == "if" else [f"{made} = Relu({source})"]
         else:
             lines.append(f"{made} = Identity({source})")
             outputs.append(made)
@@ -173,7 +181,7 @@ def test_any_order_of_nodes(steps: list[tuple[str, int]]) -> None:
     outputs.append(names[-1]) if names[-1] not in outputs else None
     given_outputs = ", ".join(f"float[M, 32] {name}" for name in outputs)
     text = (
-        '<ir_version: 10, opset_import: ["" : 17]> g (float[M, 32] x) => '
+        '<ir_version: 10, opset_import: ["" : 17]> g (bool flag, float[M, 32] x) => '
         f"({given_outputs}) {{ {' '.join(lines)} }}"
     )
     assume(weights)
@@ -187,7 +195,41 @@ def test_any_order_of_nodes(steps: list[tuple[str, int]]) -> None:
     for rows in (3, 20):
         x = rng.standard_normal((rows, 32)).astype(np.float32)
         like = optimized(graph, "decode" if rows == 3 else "prefill").graph.model
-        wanted, found = (CPU.open(each).run({"x": x}) for each in (like, model))
+        feeds = {"x": x, "flag": np.array(rows == 3)}
+        wanted, found = (CPU.open(each).run(feeds) for each in (like, model))
         assert list(found) == outputs
         for name in outputs:
             np.testing.assert_array_equal(found[name], wanted[name])
+
+
+def test_a_name_that_a_copy_would_have_is_refused_before_any_work(bench: Any, rng: Any) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 17]>
+    g (float[M, 64] x) => (float[M, 64] y) { a = MatMul(x, w) b = Relu(a) y = MatMul(b, v) }"""
+    graph = bench.build(text, **constants(rng, {"w": (64, 64), "v": (64, 64)}))
+    first, last = (node for node in graph.model.graph if node.op_type == "MatMul")
+    first.name, last.name = "fc", f"fc{MANY}"
+    with pytest.raises(qgraph.InputError, match="node fc/many has the name that the copy of fc"):
+        optimized(graph)
+    assert optimized(graph, "decode").plan.decisions
+
+
+def test_nodes_called_as_what_they_give_keep_one_name_in_the_copy(bench: Any, rng: Any) -> None:
+    graph = bench.build(CHAIN, **constants(rng, WEIGHTS))
+    for node in graph.model.graph:
+        node.name = node.outputs[0].name
+    model = optimized(graph).graph.model
+    many = branches(model.graph)[0].attributes["else_branch"].as_graph()
+    copied = [node for node in many if node.op_type in ("Transpose", "Softmax")]
+    assert all(node.name == node.outputs[0].name for node in copied)
+    assert all(str(node.name).endswith(MANY) for node in copied)
+
+
+def test_a_node_called_as_a_value_in_front_keeps_its_copy(bench: Any, rng: Any) -> None:
+    """The name that its copy is found by is taken, by a value of another copy."""
+    graph = bench.build(CHAIN, **constants(rng, WEIGHTS))
+    products = [node for node in graph.model.graph if node.op_type == "MatMul"]
+    products[1].name = products[0].outputs[0].name
+    both = optimized(graph)
+    assert len(both.graph.sites()) == 3
+    assert all(site.many is not None for site in both.graph.sites())
+    agrees(graph, both, rng.standard_normal((40, 64)).astype(np.float32))
