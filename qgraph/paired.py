@@ -62,7 +62,7 @@ class Side:
             return [] if self.few is None else [self.few]
         fed = (self.feeder.feeds(sample) for sample in samples)
         sizes = [tuple(array.size for array in feeds.values()) for feeds in fed]
-        first = {size: sample for size, sample in zip(sizes[::-1], samples[::-1], strict=True)}
+        first = dict(zip(sizes[::-1], samples[::-1], strict=True))
         with self.exposing([condition.name]):
             chosen = [first[size] for size in dict.fromkeys(sizes)]
             return [bool(self.run(sample)[condition.name]) for sample in chosen]
