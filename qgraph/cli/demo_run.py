@@ -15,6 +15,7 @@ from qgraph.console import megabytes, print_line, print_table, print_written
 from qgraph.explanation_view import render
 from qgraph.formats.base import Array
 from qgraph.models import tiny
+from qgraph.out_file import write_file
 
 _SEQUENCES, _LENGTH = 32, 256
 
@@ -39,6 +40,8 @@ def run(folder: Path, groups: str) -> None:
         )
         stages.stage("running both on held-out text")
         text = tiny.batches("eval", _LENGTH, _SEQUENCES)
+        kept = source.with_name("heldout.jsonl")
+        write_file(kept, "".join(f'{{"input_ids": {row.tolist()}}}\n' for row in text).encode())
         scores = [_score(path, text) for path in (source, target)]
         stages.stage("profiling")
         explanation = pipeline.explain(target, profile=True, against=source)
@@ -48,7 +51,7 @@ def run(folder: Path, groups: str) -> None:
     print_line(out, "")
     render(explanation, out, sites=False)
     print_line(out, "")
-    print_written(out, [*sorted(source.parent.glob(f"{source.name}*")), *result.files])
+    print_written(out, [*sorted(source.parent.glob(f"{source.name}*")), *result.files, kept])
     print_line(out, f"next: qgraph explain {target} --profile --against {source}")
 
 

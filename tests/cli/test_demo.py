@@ -37,6 +37,10 @@ def test_demo(qgraph: Command, tmp_path: Path) -> None:
     shares = [float(line.split(" %")[0].split()[-1]) for line in kernels] + [float(others[2])]
     assert sum(shares) == pytest.approx(100, abs=0.3)
     assert ran.out.splitlines()[-1].startswith("next: qgraph explain ")
+    models = folder / "tiny.onnx", folder / "tiny.int4.onnx"
+    compared = qgraph("compare", *models, "--data", folder / "heldout.jsonl", "--samples", "2")
+    assert compared.status == 0, compared.err
+    assert "KL" in compared.out
 
 
 def test_demo_may_be_run_again(qgraph: Command, tmp_path: Path) -> None:
