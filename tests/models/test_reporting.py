@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -109,6 +110,13 @@ def test_errors_end_with_the_status_of_the_command_line(
         raise error
     assert stop.value.code == status
     assert words in capsys.readouterr().err
+
+
+def test_the_recipe_that_readme_names_is_there() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"`python -m qgraph\.models\.(\w+) FOLDER --variant (\w+)`", readme)
+    assert [name for name, _ in found] == ["smollm2"]
+    assert all(variant in smollm2.VARIANTS for _, variant in found)
 
 
 def test_faults_keep_their_traceback() -> None:
