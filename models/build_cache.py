@@ -35,6 +35,9 @@ def cached_build(
     target, mark = folder / f"{stem}.onnx", folder / f"{stem}.json"
     if _finished(folder, mark, recipe):
         return target
+    first = next((place for place in (folder, *folder.parents) if place.exists()), folder)
+    if first.exists() and not first.is_dir():  # before minutes of work
+        raise InputError(f"cannot write the model to {folder}: {first} is no folder")
     model = make()
     steps = progress or Silent()
     steps.stage("writing")
