@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from qgraph.errors import InputError
+from qgraph.progress import Progress, Silent
 
 from .download import sha256_of
 
@@ -17,7 +18,11 @@ _BUILDERS = ("onnx-ir", "onnxscript", "torch", "transformers")
 
 
 def cached_build(
-    folder: Path, stem: str, recipe: Mapping[str, object], make: Callable[[], ir.Model]
+    folder: Path,
+    stem: str,
+    recipe: Mapping[str, object],
+    make: Callable[[], ir.Model],
+    progress: Progress | None = None,
 ) -> Path:
     """Return `folder/stem.onnx`, made by `make` unless a finished build of `recipe` lies there.
 
@@ -30,13 +35,19 @@ def cached_build(
     target, mark = folder / f"{stem}.onnx", folder / f"{stem}.json"
     if _finished(folder, mark, recipe):
         return target
+    first = next((place for place in (folder, *folder.parents) if place.exists()), folder)
+    if first.exists() and not first.is_dir():  # before minutes of work
+        raise InputError(f"cannot write the model to {folder}: {first} is no folder")
     model = make()
+    steps = progress or Silent()
+    steps.stage("writing")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         mark.unlink(missing_ok=True)
         _write_mark(mark, recipe, save(model, target))
     except OSError as error:
         raise InputError(f"cannot write the model to {folder}: {error}") from error
+    steps.finish()
     return target
 
 

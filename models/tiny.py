@@ -21,6 +21,7 @@ from qgraph.errors import InputError
 
 from .build_cache import save
 from .download import sha256_of
+from .reporting import reported
 from .tiny_corpus import batches, bits_per_byte, modules, text
 from .torch_onnx import need
 
@@ -115,13 +116,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     training = commands.add_parser("train", help="train and export anew (torch, some minutes)")
     training.add_argument("folder", nargs="?", type=Path, default=DATA)
     chosen = parser.parse_args(arguments)
-    if chosen.command == "build":
-        print(build(chosen.folder, chosen.dtype, chosen.variant))
-        return
-    need({"torch": "torch"}, "training the tiny model")
-    from .tiny_train import run
+    with reported():
+        if chosen.command == "build":
+            print(build(chosen.folder, chosen.dtype, chosen.variant))
+            return
+        need({"torch": "torch"}, "training the tiny model")
+        from .tiny_train import run
 
-    print(json.dumps(run(chosen.folder), indent=1))
+        print(json.dumps(run(chosen.folder), indent=1))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,12 @@ from qgraph.text import (
     MASK,
     Sample,
     cut_blocks,
+    known_tokens,
     load_tokenizer,
     longest_sample,
     read_samples,
 )
+from qgraph.tokenizer_fit import check_token, check_tokenizer, small_tokenizer, vocabulary_of
 from qgraph.wording import counted
 
 if TYPE_CHECKING:
@@ -138,6 +140,27 @@ class CalibrationData:
         own = self.folder / "tokenizer.json" if self.folder is not None else None
         return self.tokenizer or (own if own is not None and own.is_file() else None)
 
+    @functools.cached_property
+    def _loaded(self) -> Any:
+        """The tokenizer itself."""
+        assert self.encoder is not None
+        return load_tokenizer(self.encoder)
+
+    def check_tokenizer(self, runtime: Runtime, model: Path | ir.Model) -> tuple[str, ...]:
+        """A note where the texts' tokenizer is far smaller than the model's vocabulary.
+
+        Raises:
+            InputError: it cannot be read, or it has more tokens than the model.
+            MissingExtra: the package tokenizers is not installed.
+        """
+        if not any(source.kind == "text" for source in self.sources.found):
+            return ()
+        known = known_tokens(self._loaded)
+        feeder = Feeder(runtime, model, runtime.inputs(model))
+        vocabulary = vocabulary_of(model, feeder.tokens)
+        check_tokenizer(known, vocabulary)
+        return small_tokenizer(known, vocabulary)
+
     @property
     def longest(self) -> int:
         """Tokens in the longest sample, known before data is read.
@@ -166,7 +189,8 @@ class CalibrationData:
         """
         origins, samples, notes = self._mixed(runtime, model, progress or Silent())
         feeder = Feeder(runtime, model, runtime.inputs(model))
-        feeds = [_fed(feeder, sample) for sample in samples]
+        vocabulary = vocabulary_of(model, feeder.tokens)
+        feeds = [_fed(feeder, sample, vocabulary) for sample in samples]
         if not feeds and any(source.kind == "text" for source in self.sources.found):
             raise InputError(
                 f"the calibration data holds no samples: no text has a block of {self.sequence} "
@@ -210,11 +234,6 @@ class CalibrationData:
     def _reader(self) -> Reader:
         """Opens sources, with one tokenizer for all texts."""
 
-        @functools.cache
-        def encoder() -> Any:
-            assert self.encoder is not None
-            return load_tokenizer(self.encoder)
-
         def read(source: Source) -> Iterator[Sample] | None:
             if source.data is None:
                 return None
@@ -222,19 +241,22 @@ class CalibrationData:
                 return iter(as_samples(source.data))
             if source.kind == "file":
                 return read_samples(source.data, self.samples)
-            ids, _ = cut_blocks(source.data, encoder(), self.sequence, self.samples)
+            ids, _ = cut_blocks(source.data, self._loaded, self.sequence, self.samples)
             return iter(as_samples(ids))
 
         return read
 
 
-def _fed(feeder: Feeder, sample: Sample) -> Arrays:
+def _fed(feeder: Feeder, sample: Sample, vocabulary: int | None) -> Arrays:
     """What the model is run on; and the mask that the data has, whether the model takes it or not.
 
     Raises:
-        InputError: as `Feeder.feeds` and `mask_of` say.
+        InputError: as `Feeder.feeds` and `mask_of` say, or a token outside the vocabulary.
     """
     found = feeder.feeds(sample)
+    ids = feeder.ids(sample)
+    if ids is not None and ids.size:
+        check_token(int(ids.max()), vocabulary)
     if MASK not in sample or (MASK in found and not _is_flags(found[MASK])):
         return found
     rows = feeder.ids(sample)

@@ -54,7 +54,8 @@ def compare(
         candidate: what is measured against it.
         data: a .npz or .jsonl file, an array of token ids `[samples, T]`, or an iterable of
             feeds (arrays by input name, with a leading batch axis).
-        text: instead of `data`, a text file; with `tokenizer`, a tokenizer.json.
+        text: instead of `data`, a text file; with `tokenizer`, a tokenizer.json or the folder that
+            holds it.
         samples: how many samples, or blocks of text, at most.
         sequence: tokens in a block of text.
         llama_cpp: score the second half of each block, as llama.cpp's perplexity tool does.
@@ -81,7 +82,7 @@ def compare(
             "them: leave it out"
         )
     run = Scoring(pair, llama_cpp)
-    run.check_tokenizer(given.vocabulary)
+    notes = run.check_tokenizer(given.vocabulary)
     steps.stage("comparing", total=given.expected or samples)
     first = run.all(itertools.islice(given.samples, samples), steps)
     found = run.result(target)
@@ -95,8 +96,8 @@ def compare(
     short = given.expected is not None and given.expected < samples
     if short and given.vocabulary:
         note = f"the text has {given.expected} blocks of {sequence} tokens, not {samples}"
-        found = dataclasses.replace(found, notes=(note, *found.notes))
-    return found
+        notes = (note, *notes)
+    return dataclasses.replace(found, notes=(*notes, *found.notes))
 
 
 def _ways(pair: Pair, samples: Sequence[Sample]) -> list[str]:

@@ -120,6 +120,13 @@ def _drawn(header: Sequence[str], rows: list[list[str]], sides: str) -> Table:
     return table
 
 
+def error_text(message: str) -> str:
+    """What stderr gets of an error: its first line behind the word, the others below it."""
+    first, *rest = message.split("\n")
+    lines = [f"error: {escape(first)}", *(f"  {escape(line)}" for line in rest)]
+    return "\n".join(lines) + "\n"
+
+
 class Stages:
     """Progress of a command: a bar on a terminal, one plain line for each finished stage."""
 

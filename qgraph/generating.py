@@ -14,8 +14,9 @@ from qgraph.decoders import open_decoder
 from qgraph.errors import InputError
 from qgraph.generation import Generation, Request
 from qgraph.sampling import Sampling, require_whole
-from qgraph.text import load_tokenizer
+from qgraph.text import known_tokens, load_tokenizer
 from qgraph.tokenizer_files import TokenizerFiles
+from qgraph.tokenizer_fit import small_tokenizer
 from qgraph.wording import counted
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ class TextModel:
         self.decoder, self.vocabulary = opened.decoder, opened.vocabulary
         limits = [size for size in (opened.positions, self.files.positions()) if size]
         self.positions = min(limits, default=None)
-        self.notes = () if self.decoder.io.cache else (_NO_CACHE,)
+        small = small_tokenizer(known_tokens(self.encoder), self.vocabulary)
+        self.notes = (*small, *(() if self.decoder.io.cache else (_NO_CACHE,)))
 
     def generate(
         self,

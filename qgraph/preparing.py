@@ -67,6 +67,8 @@ class Preparation:
             NumericError: no plan keeps the bound.
         """
         request, progress = self.request, self.stages.progress
+        if request.data is not None and (request.recipe.judged or not request.dry_run):
+            self.notes += request.data.check_tokenizer(request.runtime, self.graph.origin)
         self.stages.start("plan")
         plan = self._planned(sites)
         progress.finish(plan.coverage.line("to quantize"))

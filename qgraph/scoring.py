@@ -16,9 +16,11 @@ from qgraph.output_error import OutputError
 from qgraph.paired import FLOATS, Pair, logits_output
 from qgraph.progress import Progress
 from qgraph.text import Sample
+from qgraph.tokenizer_fit import check_token, check_tokenizer, small_tokenizer, vocabulary_of
 
 KEPT = 4
 """Samples that are handed back, for a second look at the sites."""
+_OWNERS = "the models'"
 
 
 class Scoring:
@@ -28,6 +30,8 @@ class Scoring:
         self.pair, self.second_half = pair, llama_cpp
         self.logits = self._find_logits()
         self.vocabulary = self._common_vocabulary()
+        tables = (vocabulary_of(side.model, side.feeder.tokens) for side in pair.sides)
+        self.known = min((size for size in (self.vocabulary, *tables) if size), default=0)
         self.scores = Divergences(llama_cpp)
         self.outputs = {} if self.logits else self._shared_outputs()
         self.samples, self.tokens = 0, 0
@@ -69,13 +73,10 @@ class Scoring:
             )
         return {name: OutputError() for name in shared}
 
-    def check_tokenizer(self, known: int) -> None:
-        """Refuse a tokenizer that knows more tokens than the models."""
-        if self.vocabulary and known > self.vocabulary:
-            raise InputError(
-                f"the tokenizer has {known} tokens, the models' vocabulary {self.vocabulary}: "
-                "wanted the tokenizer that belongs to the models"
-            )
+    def check_tokenizer(self, known: int) -> tuple[str, ...]:
+        """Refuse a tokenizer that knows more tokens than the models; a note on a small one."""
+        check_tokenizer(known, self.known, _OWNERS)
+        return small_tokenizer(known, self.known, _OWNERS)
 
     def all(self, samples: Iterable[Sample], steps: Progress) -> list[Sample]:
         """Score every sample; the first few are handed back."""
@@ -95,6 +96,8 @@ class Scoring:
         self.samples += 1 if ids is None else len(ids)
         self.tokens += 0 if ids is None else ids.size
         if self.logits is None:
+            if ids is not None and ids.size and ids.min() >= 0:  # what is below, feeders refuse
+                check_token(int(ids.max()), self.known, _OWNERS)
             found = [side.run(sample) for side in self.pair.sides]
             for name, error in self.outputs.items():
                 _add_output(error, name, found[0][name], found[1][name], mask)
@@ -114,11 +117,7 @@ class Scoring:
         if not ids.size:
             raise InputError("a sample is empty")
         worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
-        if worst < 0 or (self.vocabulary and worst >= self.vocabulary):
-            raise InputError(
-                f"token {worst} is outside the models' vocabulary of {self.vocabulary}: "
-                "the tokens belong to another model"
-            )
+        check_token(worst, self.known or self.vocabulary, _OWNERS)
 
     def _of_tokens(
         self, logits: list[NDArray[Any]], ids: NDArray[np.int64], mask: NDArray[np.bool_] | None

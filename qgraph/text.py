@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qgraph.errors import InputError, MissingExtra
+from qgraph.errors import InputError, MissingExtra, one_line
+from qgraph.tokenizer_files import tokenizer_path
 from qgraph.wording import counted
 
 Sample = dict[str, NDArray[Any]]
 IDS, MASK = "input_ids", "attention_mask"
+_WANTED = "tokenizer of the tokenizers library"
 
 
 class TextBlocks(NamedTuple):
@@ -47,7 +49,7 @@ def token_blocks(
             f"the text {text} has {counted(tokens, 'token')}, less than one block of {sequence}: "
             "give a longer text, or a smaller --sequence"
         )
-    return TextBlocks(ids, int(encoder.get_vocab_size(with_added_tokens=True)))
+    return TextBlocks(ids, known_tokens(encoder))
 
 
 def cut_blocks(
@@ -77,8 +79,10 @@ def cut_blocks(
 def load_tokenizer(path: Path) -> Any:
     """A `tokenizers.Tokenizer` that neither pads nor cuts.
 
+    path: the tokenizer.json, or the folder that holds it.
+
     Raises:
-        InputError: no tokenizer.json at `path`.
+        InputError: no tokenizer.json at `path`, or one that is no tokenizer.
         MissingExtra: the package tokenizers is not installed.
     """
     try:
@@ -90,19 +94,28 @@ def load_tokenizer(path: Path) -> Any:
             "reading text",
             "Or give token ids: a .jsonl file for --data or --calibrate.",
         ) from None
-    if not path.is_file():
-        hint = "is a folder: name the tokenizer.json in it" if path.is_dir() else "does not exist"
-        raise InputError(f"the tokenizer {path} {hint}")
+    path = tokenizer_path(path)
     try:
-        found = tokenizers.Tokenizer.from_file(str(path))
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is no {_WANTED}: byte {error.start} is not UTF-8") from None
+    except OSError as error:
+        raise InputError(f"the tokenizer {path} cannot be read: {error.strerror}") from None
+    try:
+        found = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # the package raises bare Exception for whatever it cannot read
         raise InputError(
-            f"the tokenizer {path} cannot be read: {error}; wanted a tokenizer.json of the "
-            "tokenizers library"
+            f"{path} is no {_WANTED} (it says: {one_line(error)}): give the model's own "
+            "tokenizer.json, or the folder that holds it"
         ) from None
     found.no_truncation()
     found.no_padding()
     return found
+
+
+def known_tokens(encoder: Any) -> int:
+    """How many tokens a `tokenizers.Tokenizer` has in all."""
+    return int(encoder.get_vocab_size(with_added_tokens=True))
 
 
 def read_samples(path: Path, samples: int | None = None) -> Iterator[Sample]:

@@ -16,6 +16,22 @@ _MOST_BYTES = 64_000_000
 """More than any of these files has; a larger one is not read."""
 
 
+def tokenizer_path(path: Path) -> Path:
+    """The tokenizer.json that is meant: `path`, or the one in the folder that it is.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = path / TOKENIZER if path.is_dir() else path
+    if not found.is_file():
+        where = f"in the folder {path}" if path.is_dir() else f"at {path}"
+        raise InputError(
+            f"no {TOKENIZER} {where}: give --tokenizer FILE, a {TOKENIZER} of the tokenizers "
+            "library, or the folder of the model it belongs to"
+        )
+    return found
+
+
 class TokenizerFiles:
     """A tokenizer.json and the files of a Hugging Face folder that lie beside it.
 
@@ -28,13 +44,7 @@ class TokenizerFiles:
     """
 
     def __init__(self, path: Path, model: Path | None = None) -> None:
-        self.path = path / TOKENIZER if path.is_dir() else path
-        if not self.path.is_file():
-            where = f"in the folder {path}" if path.is_dir() else f"at {path}"
-            raise InputError(
-                f"no {TOKENIZER} {where}: give --tokenizer FILE, a {TOKENIZER} of the tokenizers "
-                "library, or the folder of the model it belongs to"
-            )
+        self.path = tokenizer_path(path)
         folders = [self.path.parent, *([model] if model is not None else [])]
         self._folders = tuple(dict.fromkeys(folders))
         self._read: dict[str, Mapping[str, Any]] = {}

@@ -35,9 +35,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
     """The word w7 is token 7."""
-    made = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
+    return of_words(WORDS, tmp_path)
+
+
+def of_words(count: int, folder: Path | None = None) -> Path:
+    made = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    path = tmp_path / "tokenizer.json"
+    path = (folder or Path()).absolute() / "tokenizer.json"
     made.save(str(path))
     return path
 
@@ -392,6 +396,57 @@ def test_floats_that_the_models_type_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_cannot_be_run_is_told_by_its_shape(model: Path) -> None:
-    ids = np.array([[1, WORDS, 2]])
+    proto = onnx.load(model)
+    shift = helper.make_node("Add", ["input_ids", "input_ids"], ["twice"], "shift")
+    proto.graph.node.insert(0, shift)
+    proto.graph.node[1].input[1] = "twice"
+    onnx.save(proto, model)
+    ids = np.array([[1, WORDS - 1, 2]])
     with pytest.raises(InputError, match=r"could not run the model on input_ids \[1, 3\]"):
         qgraph.optimize(model, solver="gptq", calibrate=ids, min_elements=64)
+
+
+def test_tokens_of_another_model_are_refused(model: Path) -> None:
+    ids = np.array([[1, WORDS, 2]])
+    with pytest.raises(InputError, match="token 64 is outside the model's vocabulary of 64: the"):
+        qgraph.optimize(model, solver="gptq", calibrate=ids, min_elements=64)
+
+
+class Stages:
+    """The stages that a run came to."""
+
+    def __init__(self) -> None:
+        self.titles: list[str] = []
+
+    def stage(self, title: str, total: int = 0) -> None:
+        self.titles.append(title)
+
+    def advance(self, done: int) -> None: ...
+
+    def finish(self, summary: str = "") -> None: ...
+
+
+def test_the_tokenizer_of_another_model_is_refused_before_any_work(model: Path) -> None:
+    """Whatever tokens the text has: here all of them are the model's own."""
+    text, stages = write_text("a.txt", 1, 8), Stages()
+    options: dict[str, Any] = {"calibrate": text, "sequence": 4, "min_elements": 64}
+    words = "tokenizer has 65 tokens, the model's vocabulary 64: wanted .* belongs to the model$"
+    with pytest.raises(InputError, match=words):
+        qgraph.optimize(
+            model, solver="gptq", tokenizer=of_words(WORDS + 1), progress=stages, **options
+        )
+    assert len(stages.titles) == 1, "the model was read"
+
+
+@pytest.mark.parametrize("size,noted", [(51, True), (52, False), (WORDS, False)])
+def test_a_tokenizer_far_smaller_than_the_vocabulary_is_noted(
+    model: Path, size: int, noted: bool
+) -> None:
+    """4/5 of 64 tokens are 51.2."""
+    text = write_text("a.txt", 1, 8)
+    found = qgraph.optimize(
+        model, solver="gptq", calibrate=text, tokenizer=of_words(size).parent, sequence=4,
+        min_elements=64,
+    )  # fmt: skip
+    note = "the tokenizer has 51 tokens, the model's vocabulary 64: is it the model's own?"
+    assert (note in found.report.notes) is noted

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from decoders import (
     VOCABULARY,
@@ -32,6 +33,38 @@ def test_text(pair: tuple[Path, Path], tmp_path: Path) -> None:
     wanted = qgraph.compare(*pair, ids[:48].reshape(4, 12), sites=False)
     assert found.divergence == wanted.divergence
     assert found.notes == ("the text has 4 blocks of 12 tokens, not 20",)
+
+
+@pytest.mark.parametrize("size,noted", [(76, True), (77, False)])
+def test_a_tokenizer_far_smaller_than_the_vocabulary_is_noted(
+    pair: tuple[Path, Path], tmp_path: Path, size: int, noted: bool
+) -> None:
+    """4/5 of 96 tokens are 76.8. The folder stands for the tokenizer in it."""
+    path, tokenizer = words(tmp_path, size, range(50))
+    found = qgraph.compare(
+        *pair, text=path, tokenizer=tokenizer.parent, samples=4, sequence=12, sites=False
+    )
+    note = "the tokenizer has 76 tokens, the models' vocabulary 96: is it the models' own?"
+    assert found.notes == ((note,) if noted else ())
+
+
+def test_tokens_that_encoders_do_not_have_are_refused(tmp_path: Path) -> None:
+    """No logits say how many there are; the table does."""
+    table = np.ones((VOCABULARY, 32), np.float32)
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("Gather", ["table", "input_ids"], ["last_hidden_state"])], "tokens",
+        [info("input_ids", TensorProto.INT64, ["B", "T"])],
+        [info("last_hidden_state", TensorProto.FLOAT, ["B", "T", 32])],
+        [numpy_helper.from_array(table, "table")],
+    )  # fmt: skip
+    path = tmp_path / "e.onnx"
+    opset = helper.make_opsetid("", 21)
+    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=10), path)
+    with pytest.raises(InputError, match="token 96 is outside the models' vocabulary of 96"):
+        qgraph.compare(path, path, np.array([[1, VOCABULARY]]))
+    with pytest.raises(InputError, match="tokenizer has 97 tokens, the models' vocabulary 96"):
+        qgraph.compare(path, path, **text(tmp_path, 97), sequence=2)
 
 
 def words(folder: Path, size: int, ids: Any) -> tuple[Path, Path]:

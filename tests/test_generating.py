@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
+from onnx import numpy_helper
 from text_models import END, POSITIONS, VOCABULARY, attention_decoder, byte_tokenizer, tiny_llama
 
 import qgraph
@@ -169,6 +171,24 @@ def test_a_tokenizer_of_another_model_is_refused(tiny: Tiny, tmp_path: Path) -> 
     model = TextModel(small, tiny.path.parent)
     with pytest.raises(InputError, match="the model has tokens below 40: it belongs to another"):
         model.encode(PROMPT)
+
+
+def test_a_tokenizer_far_smaller_than_the_vocabulary_is_noted(tmp_path: Path) -> None:
+    """The tokenizer has 259 tokens."""
+    byte_tokenizer(tmp_path)
+    path = attention_decoder(tmp_path / "m.onnx")
+    assert TextModel(path).notes == ()
+    wide = onnx.load(path)
+    parts = {each.name: each for each in wide.graph.initializer}
+    table = np.tile(numpy_helper.to_array(parts["table"]), (2, 1))
+    parts["table"].CopyFrom(numpy_helper.from_array(table, "table"))
+    out = np.tile(numpy_helper.to_array(parts["out"]), (1, 2))
+    parts["out"].CopyFrom(numpy_helper.from_array(out, "out"))
+    wide.graph.output[0].type.tensor_type.shape.dim[2].dim_value = 2 * VOCABULARY
+    onnx.save(wide, path)
+    note = "the tokenizer has 259 tokens, the model's vocabulary 544: is it the model's own?"
+    assert TextModel(path).notes == (note,)
+    assert note in TextModel(path).generate(PROMPT, max_tokens=1).finish().notes
 
 
 def test_no_decoder_is_refused_with_what_it_has(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -61,12 +62,35 @@ def test_wrong_files(tmp_path: Path, text: Path, tokenizer: Path) -> None:
         token_blocks(binary, tokenizer)
     with pytest.raises(InputError, match="cannot be read: No such file"):
         token_blocks(tmp_path / "missing.txt", tokenizer)
-    with pytest.raises(InputError, match=r"is a folder: name the tokenizer\.json"):
-        token_blocks(text, tmp_path)
-    with pytest.raises(InputError, match="does not exist"):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"no tokenizer\.json in the folder .*empty: give"):
+        token_blocks(text, tmp_path / "empty")
+    with pytest.raises(InputError, match=r"no tokenizer\.json at .*missing\.json"):
         token_blocks(text, tmp_path / "missing.json")
-    with pytest.raises(InputError, match=r"wanted a tokenizer\.json"):
-        token_blocks(text, text)
+
+
+def test_a_folder_stands_for_the_tokenizer_in_it(text: Path, tokenizer: Path) -> None:
+    found = token_blocks(text, tokenizer.parent, sequence=5)
+    np.testing.assert_array_equal(found.ids, token_blocks(text, tokenizer, sequence=5).ids)
+
+
+@pytest.mark.parametrize(
+    "content,reason",
+    [
+        (b'{"a": 1}', "expected `,` or `}` at line 1 column 5"),
+        (b'{"version": "1.0"}', "Model missing"),
+        (b"[1]", "invalid type: sequence"),
+        (b"", "EOF while parsing"),
+        (b'{"a": "\xff"}', "byte 7 is not UTF-8"),
+    ],
+)
+def test_what_is_no_tokenizer_says_so(
+    text: Path, tmp_path: Path, content: bytes, reason: str
+) -> None:
+    (tmp_path / "other.json").write_bytes(content)
+    words = f"other.json is no tokenizer of the tokenizers library.*{re.escape(reason)}"
+    with pytest.raises(InputError, match=words):
+        token_blocks(text, tmp_path / "other.json")
 
 
 def test_without_tokenizers(text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,9 +155,7 @@ def _usage(error: Exception) -> str:
 
 
 def _say(message: str, status: int) -> int:
-    from qgraph.console import escape
+    from qgraph.console import error_text
 
-    first, *rest = message.split("\n")
-    lines = [f"error: {escape(first)}", *(f"  {escape(line)}" for line in rest)]
-    sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.write(error_text(message))
     return status

@@ -27,7 +27,11 @@ Text = Annotated[
     typer.Option(metavar="FILE", help="A text, cut into blocks of tokens; with --tokenizer."),
 ]
 Tokenizer = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The model's tokenizer.json, for --text.")
+    Path | None,
+    typer.Option(
+        metavar="FILE|DIR",
+        help="The model's tokenizer.json, or the folder that holds it, for --text.",
+    ),
 ]
 Data = Annotated[
     Path | None,

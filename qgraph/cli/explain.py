@@ -10,6 +10,7 @@ import typer
 from qgraph.cli.options import Shape, one_of, print_json
 from qgraph.errors import InputError
 from qgraph.registry import names
+from qgraph.wording import plural
 
 if TYPE_CHECKING:
     from qgraph.explanation import Explanation
@@ -78,6 +79,7 @@ def explain(
     ran = profile or rows is not None or against is not None
     explanation = _plan(model, target, ran) if _is_json(model) else None
     if explanation is None:
+        _check_run(profile, rows, against)
         from qgraph import pipeline
 
         with console.Stages(console.messages()) as stages:
@@ -93,6 +95,15 @@ def explain(
         names = {row.name for row in explanation.select(node)}
         found["sites"] = [site for site in found["sites"] if site["name"] in names]
     print_json(found)
+
+
+def _check_run(profile: bool, rows: int | None, against: Path | None) -> None:
+    """Find wrong usage in the words of the command line, before the model is read."""
+    given = [("--rows", rows is not None), ("--against", against is not None)]
+    asked = [name for name, there in given if there]
+    if asked and not profile:
+        verb = plural(len(asked), "is", "are")
+        raise InputError(f"{' and '.join(asked)} {verb} of a run of the model: add --profile")
 
 
 def _is_json(path: Path) -> bool:

@@ -111,9 +111,10 @@ Calibrate = Annotated[
 Tokenizer = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE",
+        metavar="FILE|DIR",
         rich_help_panel=_WHAT,
-        help="The texts' tokenizer.json. Default: that of a Hugging Face folder.",
+        help="The texts' tokenizer.json, or the folder that holds it. Default: that of a Hugging "
+        "Face folder.",
     ),
 ]
 Samples = Annotated[

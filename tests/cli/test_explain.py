@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from qgraph import InputError, pipeline
+
 Command = Callable[..., Any]
 
 
@@ -102,7 +104,12 @@ def test_a_profile_says_of_how_many_rows_it_is_and_what_stands_beside(
 def test_what_is_of_a_run_wants_one(qgraph: Command, model: Path, options: tuple[str, ...]) -> None:
     ran = qgraph("explain", model, *options)
     assert ran.status == 2
-    assert "add profile=True (--profile)" in ran.err
+    assert ran.err == f"error: {options[0]} is of a run of the model: add --profile\n"
+
+
+def test_the_library_asks_for_a_run_in_its_own_words(model: Path) -> None:
+    with pytest.raises(InputError, match=r"add profile=True \(--profile\)"):
+        pipeline.explain(model, rows=3)
 
 
 def test_one_node(qgraph: Command, optimized: Path) -> None:

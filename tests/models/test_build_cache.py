@@ -67,8 +67,11 @@ def test_anything_else_is_made_again(tmp_path: Path, damage: str) -> None:
 
 def test_a_folder_that_is_a_file_is_an_input_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write the model to"):
-        cached_build(tmp_path / "file", "m", {}, Maker())
+    make = Maker()
+    for folder in (tmp_path / "file", tmp_path / "file" / "a" / "b"):
+        with pytest.raises(InputError, match=r"cannot write the model to .*file is no folder"):
+            cached_build(folder, "m", {}, make)
+    assert make.calls == 0
 
 
 def test_strip_removes_paths_and_keeps_scopes() -> None:
