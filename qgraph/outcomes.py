@@ -37,7 +37,7 @@ class Result:
     summary: the coverage line. files: what was written, the .onnx first.
     prediction: of time and memory; None where no solver is calibrated.
     lacks: why a plan cannot be carried out with what was given; the run itself would refuse.
-    times: that decided formats, by size of linear; the report's notes hold them in words.
+    times: that decided formats, by size of linear; the report holds them all, its notes the best.
     """
 
     graph: Graph

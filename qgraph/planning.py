@@ -33,6 +33,7 @@ from qgraph.wanted_format import embedding_format, parse_with, wanted_format
 from qgraph.weight_copies import with_costs
 from qgraph.wording import counted
 
+ADJUSTED = "GROUP_ADJUSTED"
 _QUANTIZED = ("qdq", "dequantize")
 
 
@@ -135,7 +136,7 @@ class _Planner:
         told = site.role == "linear" and self.recipe.group is not None
         if decision.quantized and decision.reason is None and fitted != fmt and told:
             detail = f"groups of {fitted.group}: {fmt.group} does not divide K = {site.k}"
-            return dataclasses.replace(decision, reason="GROUP_ADJUSTED", remark=detail)
+            return dataclasses.replace(decision, reason=ADJUSTED, remark=detail)
         return decision
 
     def _fitted(self, fmt: Format, site: Site) -> Format:

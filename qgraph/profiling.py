@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from qgraph.explanation import Explanation, LevelProof
+from qgraph.explanation import Explanation, LevelProof, SiteRow
 from qgraph.formats.base import Array
 from qgraph.graph import Graph
 from qgraph.run_profile import Profile, ProfileRow, RunOf
@@ -39,8 +40,9 @@ def measured(
         own, _ = runtime.rows_of(against.origin, asked)
         shared = {name: _same(feeds.get(name), array) for name, array in own.items()}
         other = Profile(_profiled(against, runtime, shared))
+        beside = times_beside(explanation.sites, other.times)
         run = dataclasses.replace(
-            run, against=against.title, against_us=other.total, against_times=other.times
+            run, against=against.title, against_us=other.total, against_times=beside
         )
     kernels = Counter(
         (row.bits, row.block)
@@ -53,6 +55,16 @@ def measured(
     ]
     profile = Profile(_profiled(graph, runtime, feeds), run)
     return dataclasses.replace(explanation, source="run", profile=profile, proofs=tuple(proofs))
+
+
+def times_beside(sites: Iterable[SiteRow], times: Mapping[str, float]) -> dict[str, float]:
+    """The times of another model by the names of `sites`: one that holds others has their sum."""
+    held = {
+        row.name: sum(times[name] for name in row.holds)
+        for row in sites
+        if row.holds and all(name in times for name in row.holds)
+    }
+    return {**times, **held}
 
 
 def _same(given: Array | None, own: Array) -> Array:

@@ -20,7 +20,7 @@ from qgraph.capabilities import Capabilities
 from qgraph.coverage import LINEAR_ROLES
 from qgraph.formats.base import parse
 from qgraph.plan import IMPORTED, KEPT, Decision, Many, QuantPlan
-from qgraph.planning import make_plan
+from qgraph.planning import ADJUSTED, make_plan
 from qgraph.recipe import FLOAT, Recipe
 from qgraph.rounded_activations import OF_INTEGER_KERNELS
 from qgraph.sites import Site
@@ -138,7 +138,9 @@ def plan_for(
     double = [site for site in free if choices[site.name].second]
     from_rows = choose.crossing(double, choices) if double else 0
     decisions = [
-        choices[item.site].applied(item, integer[item.site], from_rows, recipe.purpose)
+        choices[item.site].applied(
+            item, base[item.site], integer[item.site], from_rows, recipe.purpose
+        )
         if item.site in choices
         else item
         for item in plan.decisions
@@ -192,13 +194,21 @@ class _Choice:
     measured: tuple[RowTimes, ...] = ()
     by_rule: bool = False
 
-    def applied(self, item: Decision, integer: Decision, from_rows: int, purpose: str) -> Decision:
-        """The decision with the choice's reason, and with the second weight."""
+    def applied(
+        self, item: Decision, base: Decision, integer: Decision, from_rows: int, purpose: str
+    ) -> Decision:
+        """The decision with the choice's reason, and with the second weight.
+
+        base: the decision without a purpose; what it says of its format holds where that is taken.
+        """
         if not item.quantized:
             return item
         item = dataclasses.replace(item, purpose=f"for {purpose}: {self.detail}")
         if self.slower and item.reason is None:
             item = dataclasses.replace(item, reason="SLOWER_THAN_FLOAT_AT_M")
+        if base.reason == ADJUSTED and base.format == item.format:
+            remark = "; ".join(filter(None, (base.remark, item.remark)))
+            item = dataclasses.replace(item, reason=item.reason or ADJUSTED, remark=remark)
         if not self.second or not integer.quantized:
             return item
         many = Many(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,8 @@ def result(
     after = sum(path.stat().st_size for path in files) or stored_bytes(model)
     predicted = prepared.prediction.to_json() if prepared.prediction is not None else None
     told = _told(model, prepared, lowering)
+    times = {"times": [dataclasses.asdict(each) for each in prepared.times]}
+    timed = times if prepared.times else {}
     notes = lowering.report.notes
     if prepared.graph.gathers_experts and _experts_are_packed(made.graph):
         notes[:] = [each for each in notes if each != GATHERED]
@@ -101,10 +104,11 @@ def result(
         "seconds": dict(seconds),
         **told,
         "predicted": predicted,
+        **timed,
     }
     if report is not None:
         fused = {"fusions": told["fusions"]} if told["fusions"] else {}
-        content = {**plan.to_json(), "predicted": predicted, **fused}
+        content = {**plan.to_json(), "predicted": predicted, **fused, **timed}
         write_report(report, content if request.dry_run else lowering.report.to_json(), files)
     line = plan.coverage.line("quantized" if files else "would quantize", (before, after))
     return Result(

@@ -7,6 +7,7 @@ that lie in the same folder are left alone, and said to be.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import math
@@ -73,10 +74,20 @@ class Machine:
 
 @dataclasses.dataclass
 class Table:
-    """Seconds of one linear by what was measured; a candidate that does not run has none."""
+    """Seconds of one linear by what was measured; a candidate that does not run has none.
+
+    date: of the last measurement, None where none was kept.
+    """
 
     machine: Machine
     seconds: dict[Measured, float | None] = dataclasses.field(default_factory=dict)
+    date: datetime.date | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def origin(self) -> str:
+        """The file, and when its times were measured."""
+        words = f", last measured on {self.date}" if self.date is not None else ""
+        return f"{self.machine.file}{words}"
 
     def missing(self, wanted: Iterable[Measured]) -> list[Measured]:
         """Those of `wanted` that have not been tried."""
@@ -87,15 +98,16 @@ class Table:
         rows = [
             {**item._asdict(), "seconds": seconds} for item, seconds in sorted(self.seconds.items())
         ]
-        return {"schema": SCHEMA, **dataclasses.asdict(self.machine), "measured": rows}
+        date = {"date": self.date.isoformat()} if self.date is not None else {}
+        return {"schema": SCHEMA, **dataclasses.asdict(self.machine), **date, "measured": rows}
 
     def save(self) -> Path:
-        """Write the table where the next run finds it, whole or not at all.
+        """Write the table, with today's date, where the next run finds it, whole or not at all.
 
         Raises:
             InputError: the cache folder cannot be written.
         """
-        path = self.machine.file
+        path, self.date = self.machine.file, datetime.date.today()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps(self.to_json(), indent=1).encode())
@@ -144,9 +156,12 @@ def _read(path: Path) -> Table | str:
     try:
         machine = Machine(str(content["cpu"]), int(content["threads"]), str(content["runtime"]))
         rows = [_row(item) for item in content["measured"]]
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        # Files of versions that kept no date were written when they were measured.
+        written = datetime.date.fromtimestamp(path.stat().st_mtime)
+        date = datetime.date.fromisoformat(content.get("date", written.isoformat()))
+    except (KeyError, TypeError, ValueError, OverflowError, OSError) as error:
         return f"the file is damaged ({type(error).__name__} {error})"
-    return Table(machine, dict(rows))
+    return Table(machine, dict(rows), date)
 
 
 def _row(item: Mapping[str, Any]) -> tuple[Measured, float | None]:

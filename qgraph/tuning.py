@@ -36,6 +36,7 @@ CLOSE = 1.25
 sessions opened anew: where a weight comes to lie moves its time by as much as two ways differ."""
 MOST_ELEMENTS = 32_000_000
 """Of a weight that is measured; of larger ones that many, all rows being alike."""
+MEASURES_ANEW = "--tune measures what it lacks, and without the file all"
 _NAMES = {"float": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 
 
@@ -76,6 +77,8 @@ def plan_by_purpose(
         own = plan_for(sites, few, capabilities, table, graph.model.graph).plan
         decisions = tuple(own[d.site] if d.site == name else d for d in plan.decisions)
         plan = dataclasses.replace(plan, decisions=decisions)
+    if found.times:
+        notes.append(f"the measured times are those in {table.origin}; {MEASURES_ANEW}")
     return PurposePlan(plan, (*notes, *found.notes), found.times)
 
 

@@ -148,8 +148,21 @@ def test_slower_than_float_is_said(graph: Any) -> None:
     assert notes[0].startswith("--for prefill goes by rule for 1 of 2 linears")  # the head
     assert notes[1:] == [
         f"{N}×{K}, 1 linear: at 256 rows float 1e+03 ms, "
-        "int8-pairs × int8-row (u8s8) 1.5e+03 ms (taken), uint4:group=64 2e+03 ms"
+        "int8-pairs × int8-row (u8s8) 1.5e+03 ms (taken)"
     ]
+
+
+@pytest.mark.parametrize(
+    "taken,words",
+    [
+        ("a", "at 1 row a 1 ms (taken), b 2 ms"),
+        ("c", "at 1 row a 1 ms, c 3 ms (taken)"),
+    ],
+)
+def test_a_note_names_the_way_that_is_taken_and_the_best_other_one(taken: str, words: str) -> None:
+    seconds = (("a", 1e-3), ("b", 2e-3), ("c", 3e-3), ("d", 4e-3))
+    assert str(RowTimes(1, taken, seconds)) == words
+    assert str(RowTimes(4, "a", seconds[:1])) == "at 4 rows a 1 ms (taken)"
 
 
 def test_the_times_that_decided_are_data_by_size(graph: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,31 @@ def test_a_table_is_read_back() -> None:
     assert table == Table(HERE, {KEY: 1e-3, OTHER: None})
     assert notes == []
     assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_table_is_of_the_day_on_which_it_was_kept() -> None:
+    path = saved()
+    today = datetime.date.today()
+    assert load(HERE)[0].origin == f"{path}, last measured on {today}"
+    content = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({**content, "date": "2020-02-29"}), encoding="utf-8")
+    assert load(HERE)[0].date == datetime.date(2020, 2, 29)
+    del content["date"]  # as files were written before
+    path.write_text(json.dumps(content), encoding="utf-8")
+    os.utime(path, (1e9, 1e9))  # a day of September 2001 everywhere
+    found = load(HERE)[0].date
+    assert found is not None
+    assert (found.year, found.month) == (2001, 9)
+
+
+@pytest.mark.parametrize("date", ["yesterday", 3, None])
+def test_a_date_that_is_none_makes_a_table_damaged(date: Any) -> None:
+    path = saved()
+    content = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({**content, "date": date}), encoding="utf-8")
+    table, notes = load(HERE)
+    assert table == Table(HERE)
+    assert "the file is damaged" in notes[0]
 
 
 def test_nothing_there_is_an_empty_table() -> None:

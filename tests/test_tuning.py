@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -141,7 +142,7 @@ def test_what_was_measured_before_an_interruption_is_kept(
 
 
 def test_without_tune_a_kept_table_serves_and_without_for_nothing_changes(
-    model: Path, tried: Tried
+    model: Path, tried: Tried, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"min_elements": 1, "check": False}
     plain = qgraph.optimize(model, None, **options)
@@ -158,6 +159,13 @@ def test_without_tune_a_kept_table_serves_and_without_for_nothing_changes(
         (i.n, i.k) for i in plain.plan.decisions
     }
     assert not rule.times
+    told = [note for note in measured.report.notes if note.startswith("the measured times are")]
+    assert len(told) == 1
+    (file,) = (tmp_path / "cache" / "tune").iterdir()
+    assert f"those in {file}, last measured on {datetime.date.today()}; --tune" in told[0]
+    kept = measured.report.to_json()["totals"]["times"]
+    assert [(each["n"], each["k"]) for each in kept] == [(e.n, e.k) for e in measured.times]
+    assert all(len(rows["seconds"]) > 2 for each in kept for rows in each["times"])
     after = qgraph.optimize(model, None, **options)
     assert after.plan.decisions == plain.plan.decisions
 

@@ -29,6 +29,6 @@ Tune = Annotated[
         "--tune",
         rich_help_panel=_PANEL,
         help="Measure on this machine what --for has to know and was not measured yet; kept in "
-        "the user's cache.",
+        "the folder QGRAPH_CACHE (~/.cache/qgraph), where later runs with --for find it.",
     ),
 ]

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import helper, numpy_helper
 
 from qgraph import alone
 
@@ -48,6 +49,27 @@ def run(path: Path, rows: int) -> Any:
     return session.run(["logits"], {"x": x})[0]
 
 
+def narrow(path: Path) -> None:
+    """`x → up → down → head`; 128 divides K of down and head, not the 96 of up."""
+    rng = np.random.default_rng(0)
+    shapes = {"up": (96, 128), "down": (128, 128), "head": (128, 96)}
+    weights = [
+        numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), f"{name}.weight")
+        for name, shape in shapes.items()
+    ]
+    values = ["x", "up", "down", "y"]
+    nodes = [
+        helper.make_node("MatMul", [given, weight.name], [made], name)
+        for given, weight, made, name in zip(values, weights, values[1:], shapes, strict=False)
+    ]
+    ends = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["rows", 96]) for name in "xy"
+    ]
+    graph = helper.make_graph(nodes, "narrow", ends[:1], ends[1:], weights)
+    opset = helper.make_opsetid("", 21)
+    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=10), path)
+
+
 def test_both_by_rule(qgraph: Command, model: Path, tmp_path: Path) -> None:
     paths = {purpose: tmp_path / f"{purpose}.onnx" for purpose in ("decode", "prefill", "both")}
     for purpose, path in paths.items():
@@ -80,6 +102,27 @@ def test_a_dry_run_shows_both_weights_and_their_size(
     ran = qgraph("explain", report)
     assert ran.status == 0, ran.err
     assert "by rows of the activation: from 8 rows MatMulIntegerToFloat" in ran.out
+
+
+@pytest.mark.parametrize("purpose", ["decode", "both"])
+def test_a_group_that_was_adjusted_is_told_for_a_purpose_too(
+    qgraph: Command, tmp_path: Path, purpose: str
+) -> None:
+    model, report, output = (tmp_path / name for name in ("m.onnx", "plan.json", "o.onnx"))
+    narrow(model)
+    words = "groups of 32: 128 does not divide K = 96"
+    options = ("--int4-groups", "128", "--for", purpose, "--min-elements", "1")
+    ran = qgraph("optimize", model, *options, "--dry-run", "--report", report)
+    assert ran.status == 0, ran.err
+    assert "1 × GROUP_ADJUSTED" in ran.out
+    told = {d["site"]: d for d in json.loads(report.read_text("utf-8"))["decisions"]}
+    assert told["up"]["reason"] == "GROUP_ADJUSTED"
+    assert told["up"]["detail"].startswith(f"{words}; for {purpose}: by rule")
+    assert told["down"]["reason"] is None
+    ran = qgraph("optimize", model, *options, "-o", output, "--report", report)
+    assert f"up: {words}; for {purpose}" in ran.out
+    ran = qgraph("explain", output)
+    assert f"up: {words}; for {purpose}" in ran.out
 
 
 @pytest.mark.usefixtures("quick")

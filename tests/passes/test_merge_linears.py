@@ -15,8 +15,10 @@ import qgraph
 from qgraph.check_kernels import Verdict
 from qgraph.checkpoints.opening import open_checkpoint
 from qgraph.cli import run as cli
+from qgraph.explanation import SiteRow
 from qgraph.formats.base import parse
 from qgraph.passes.merged_source import MergedSource, can_merge
+from qgraph.profiling import times_beside
 from qgraph.rounding import RoundingSource
 
 K, B, S = 64, 2, 3
@@ -121,6 +123,26 @@ def test_the_file_says_what_a_site_holds(tmp_path: Path) -> None:
     assert [(row.fusion, row.count) for row in explained.fusions] == [("merge_linears", 1)]
     assert "fused ops: 1 merge_linears" in result.report.notes
     assert result.report.totals["fusions"][0]["count"] == 1
+
+
+def test_beside_a_merged_linear_stands_the_time_of_all_that_it_holds(tmp_path: Path) -> None:
+    optimized(attention(), tmp_path / "out.onnx")
+    ir.save(attention(), tmp_path / "float.onnx")
+    found = qgraph.explain(tmp_path / "out.onnx", profile=True, against=tmp_path / "float.onnx")
+    times = found.profile.against_times
+    assert all(times[name] > 0 for name in "qkv")
+    assert times["q/qkv"] == pytest.approx(times["q"] + times["k"] + times["v"])
+    (kernel,) = found.kernels
+    assert kernel.against_us == times["q/qkv"]
+    (site,) = found.to_json()["sites"]
+    assert site["against_us"] == times["q/qkv"]
+
+
+def test_beside_a_merged_linear_of_which_a_part_is_not_known_stands_nothing() -> None:
+    row = SiteRow("q/qkv", "", "linear", "MatMul", 128, K, "fused", holds=("q", "k", "v"))
+    assert times_beside([row], {"q": 1.0, "k": 2.0}) == {"q": 1.0, "k": 2.0}
+    merged_too = {"q/qkv": 5.0}
+    assert times_beside([row], merged_too) == merged_too
 
 
 @pytest.mark.parametrize("fmt", ["int4", "uint4"])
