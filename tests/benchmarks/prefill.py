@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--calibration-samples", type=int, default=16)
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--token-rounds", type=int, help="of one token; twice --rounds by default")
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--models", type=Path, help="keep the models here")
     arguments = parser.parse_args()
@@ -177,12 +178,11 @@ def measured(folder: Path, arguments: argparse.Namespace) -> None:
         if default:
             other = {"float": source_of("_default"), **default}
             result["prompt_default"] = alternated(other, PROMPT, "prefill_auto_default", *timing)
+    # Runs this short are noisier, and cheap.
+    if token_rounds := arguments.token_rounds or 2 * arguments.rounds:
         token = {"float": source_of("float")}
         token |= {k: v for k, v in models.items() if "prefill" not in k}
-        # Runs this short are noisier, and cheap.
-        result["token"] = alternated(
-            token, TOKEN, "decode", 2 * arguments.rounds, arguments.seconds / 2
-        )
+        result["token"] = alternated(token, TOKEN, "decode", token_rounds, arguments.seconds / 2)
     if arguments.text is not None:
         result["kl"] = losses(models, arguments.text, arguments.samples)
     print(json.dumps(result, indent=1))
