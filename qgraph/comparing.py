@@ -20,7 +20,6 @@ from qgraph.progress import Progress, Silent
 from qgraph.samples import Data, given_samples
 from qgraph.scoring import Scoring
 from qgraph.site_errors import with_sites
-from qgraph.text import Sample
 
 if TYPE_CHECKING:
     from qgraph.runtimes.base import Runtime
@@ -88,10 +87,18 @@ def compare(
     found = run.result(target)
     steps.finish(f"{found.samples} samples")
     pair.close()
-    found = dataclasses.replace(found, notes=(*found.notes, *_ways(pair, first)))
+    try:
+        ways = [side.ways(first) for side in pair.sides]
+        told = _ways(pair, ways)
+    except InputError as error:  # figures of the whole are there all the same
+        ways, told = (
+            [[], []],
+            [f"which of two weights the samples ran through is not known: {error}"],
+        )
+    found = dataclasses.replace(found, notes=(*found.notes, *told))
     if sites:
         steps.stage("comparing sites")
-        found = with_sites(found, pair, first)
+        found = with_sites(found, pair, first, [next(iter(each), None) for each in ways])
         steps.finish(f"{len(found.sites)} sites")
     short = given.expected is not None and given.expected < samples
     if short and given.vocabulary:
@@ -100,11 +107,13 @@ def compare(
     return dataclasses.replace(found, notes=(*notes, *found.notes))
 
 
-def _ways(pair: Pair, samples: Sequence[Sample]) -> list[str]:
-    """That a model has two ways, and which one the figures are of."""
+def _ways(pair: Pair, taken: Sequence[Sequence[bool]]) -> list[str]:
+    """That a model has two ways, and which one the figures are of.
+
+    taken: by side, see `Side.ways`.
+    """
     found = []
-    for side in pair.sides:
-        ways = side.ways(samples)
+    for side, ways in zip(pair.sides, taken, strict=True):
         words = f"{side.title} has two weights for its linears, by the number of rows: "
         if len(set(ways)) == 1:
             rows, others = ("few", "many") if ways[0] else ("many", "few")
@@ -115,7 +124,6 @@ def _ways(pair: Pair, samples: Sequence[Sample]) -> list[str]:
             rows = "few" if ways[0] else "many"
             words += f"some samples run through either, and the sites are those of {rows} rows; "
             found.append(f"{words}--way few and --way many measure each alone")
-        side.close()
     return found
 
 

@@ -29,9 +29,13 @@ SITE_BYTES = 128_000_000
 """The most that the sites of one model give at once; longer blocks are cut for them."""
 
 
-def with_sites(found: Comparison, pair: Pair, samples: Sequence[Sample]) -> Comparison:
-    """`found` with the errors of shared sites; where that cannot be done, with a note."""
-    ways = [next(iter(side.ways(samples[:1])), None) for side in pair.sides]
+def with_sites(
+    found: Comparison, pair: Pair, samples: Sequence[Sample], ways: Sequence[bool | None]
+) -> Comparison:
+    """`found` with the errors of shared sites; where that cannot be done, with a note.
+
+    ways: by side, whether few rows run through it, of two ways; None where it has but one.
+    """
     reference, candidate = (
         _as_run(read_graph(side.model), way) for side, way in zip(pair.sides, ways, strict=True)
     )

@@ -190,16 +190,22 @@ def test_what_is_not_compared_is_told(
         assert found.notes == (f"3 sites {why}: not compared (q, k, v)",)
 
 
+def two_ways(folder: Path, like: str) -> tuple[Path, Path, Path]:
+    """A float decoder, the same with two weights for each linear, and with those of one way."""
+    source = decoder(folder / "m.onnx")
+    given: dict[str, Any] = {"format": "int4:group=16", "min_elements": 1, "check": False}
+    made = folder / "both.onnx", folder / "alone.onnx"
+    for path, purpose in zip(made, ("both", like), strict=True):
+        qgraph.optimize(source, path, purpose=purpose, embedding="float", **given)
+    return source, *made
+
+
 @pytest.mark.parametrize(("count", "like"), [(FROM_ROWS - 1, "decode"), (FROM_ROWS, "prefill")])
 def test_of_two_ways_that_which_the_rows_take_is_compared(
     count: int, like: str, tmp_path: Path
 ) -> None:
     """All linears stand in one If: they are compared as in a model that has this way alone."""
-    source = decoder(tmp_path / "m.onnx")
-    given: dict[str, Any] = {"format": "int4:group=16", "min_elements": 1, "check": False}
-    both, alone = tmp_path / "both.onnx", tmp_path / "alone.onnx"
-    qgraph.optimize(source, both, purpose="both", embedding="float", **given)
-    qgraph.optimize(source, alone, purpose=like, embedding="float", **given)
+    source, both, alone = two_ways(tmp_path, like)
     found, wanted = (qgraph.compare(source, each, tokens(1, count)) for each in (both, alone))
     assert set(by_name(found)) == set(by_name(wanted)) == {"embed", "up", "down", "head"}
     for name, row in by_name(wanted).items():
@@ -220,11 +226,7 @@ def test_of_two_ways_that_which_the_rows_take_is_compared(
 def test_a_way_can_be_asked_for_whatever_the_rows(
     way: Any, like: str, count: int, tmp_path: Path
 ) -> None:
-    source = decoder(tmp_path / "m.onnx")
-    given: dict[str, Any] = {"format": "int4:group=16", "min_elements": 1, "check": False}
-    both, alone = tmp_path / "both.onnx", tmp_path / "alone.onnx"
-    qgraph.optimize(source, both, purpose="both", embedding="float", **given)
-    qgraph.optimize(source, alone, purpose=like, embedding="float", **given)
+    source, both, alone = two_ways(tmp_path, like)
     found = qgraph.compare(source, both, tokens(1, count), way=way)
     wanted = qgraph.compare(source, alone, tokens(1, count))
     assert found.divergence is not None and wanted.divergence is not None
@@ -236,10 +238,24 @@ def test_a_way_can_be_asked_for_whatever_the_rows(
         qgraph.compare(source, alone, tokens(1, count), way=way)
 
 
+def test_a_folder_that_takes_no_copy_costs_the_sites_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, both, _ = two_ways(tmp_path, "decode")
+
+    def refuse(*_: Any) -> Path:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("qgraph.site_outputs.write_beside", refuse)
+    found = qgraph.compare(source, both, tokens(1, FROM_ROWS))
+    assert found.divergence is not None and found.divergence.mean > 0
+    assert found.sites == ()
+    first, *_ = found.notes
+    assert first.startswith("which of two weights the samples ran through is not known: no copy of")
+
+
 def test_samples_of_both_ways_are_told(tmp_path: Path) -> None:
-    source, both = decoder(tmp_path / "m.onnx"), tmp_path / "both.onnx"
-    given: dict[str, Any] = {"format": "int4:group=16", "min_elements": 1, "check": False}
-    qgraph.optimize(source, both, purpose="both", embedding="float", **given)
+    source, both, _ = two_ways(tmp_path, "decode")
     lines = [{"input_ids": list(range(count))} for count in (2, 3 * FROM_ROWS, 2)]
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -98,6 +98,17 @@ def test_each_way_by_rows_is_proven_by_itself(plain: Path) -> None:
     assert decoder.decoder.shared  # attention stands in the bodies
     (row,) = decoder.generate(PROMPTS[:1], max_tokens=4).finish().rows
     assert len(row.tokens) == 4
+    with pytest.raises(qgraph.InputError, match="an If by the number of rows, holds them: start"):
+        qgraph.optimize(output, None, kv_cache="int8", calibrate="self", samples=2)
+
+
+def test_attention_that_stands_in_an_if_is_told(plain: Path) -> None:
+    output = plain.with_name("both.onnx")
+    qgraph.optimize(plain, output, purpose="both", min_elements=64)
+    with pytest.raises(qgraph.InputError, match=r"--add-cache: .* an If by the number of rows"):
+        qgraph.optimize(output, None, add_cache=True)
+    with pytest.raises(qgraph.InputError, match=r"--last-logits: .* an If by the number of rows"):
+        qgraph.optimize(output, None, last_logits=True)
 
 
 @pytest.mark.filterwarnings("ignore")
